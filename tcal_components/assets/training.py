@@ -1,0 +1,252 @@
+"""Components that train the embedded teacher from scratch with torchtune's own full-finetune recipe.
+
+The recipe wants a checkpointer with weights to begin from and a dataset of unshifted labels; these are
+:class:`FromScratchCheckpointer` and :func:`teacher_mixture`. ``configs/embedded_teacher.yaml`` puts them together.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import Dataset
+
+from tcal_components.assets import resolve
+from tcal_components.checkpoint.mapping import torchtune_to_hf
+from tcal_components.data import IGNORE_INDEX, HFTokenizer, packed_text
+from tcal_components.models import teacher
+from tcal_components.models.hf_config import read_spec
+
+
+class FromScratchCheckpointer:
+    """Random weights in, a Hugging Face folder out.
+
+    Args:
+        checkpoint_dir (str): folder with config.json and the tokenizer's files.
+        output_dir (str): receives model.safetensors and a copy of those files.
+        seed (int): of the random weights.
+        dtype (str): of the weights written: "bf16" or "fp32".
+        should_load_recipe_state (bool): set by torchtune to resume a run; not available here.
+
+    Raises:
+        ValueError: for resuming, or another dtype.
+    """
+
+    def __init__(
+        self,
+        *,
+        checkpoint_dir: str,
+        output_dir: str,
+        seed: int = 0,
+        dtype: str = "bf16",
+        should_load_recipe_state: bool = False,
+    ) -> None:
+        if should_load_recipe_state:
+            raise ValueError("training from scratch cannot be resumed; set resume_from_checkpoint: False")
+        if dtype not in ("bf16", "fp32"):
+            raise ValueError(f"dtype of the saved weights must be bf16 or fp32, got {dtype}")
+        self._folder = resolve(checkpoint_dir)
+        self._output = Path(output_dir)
+        self._seed = seed
+        self._dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        """``{"model": random weights by torchtune name}``, in float32."""
+        model = teacher(checkpoint_dir=self._folder)
+        initialize_weights(model, seed=self._seed)
+        return {"model": {name: value.float() for name, value in model.state_dict().items()}}
+
+    def save_checkpoint(
+        self, state_dict: dict[str, Any], epoch: int, intermediate_checkpoint: bool = False, **unused: Any
+    ) -> None:
+        """Writes the folder; the one of a later epoch replaces it."""
+        self._output.mkdir(parents=True, exist_ok=True)
+        weights = torchtune_to_hf(state_dict["model"], read_spec(self._folder))
+        weights = {name: value.detach().to("cpu", self._dtype).contiguous() for name, value in weights.items()}
+        save_file(weights, str(self._output / "model.safetensors"), metadata={"format": "pt"})
+        for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+            source, target = self._folder / file, self._output / file
+            if source.is_file() and source.resolve() != target.resolve():
+                shutil.copyfile(source, target)
+
+
+def initialize_weights(model: nn.Module, *, seed: int) -> None:
+    """Random weights as usual for a decoder of this size.
+
+    Matrices are normal with variance 1 / fan-in, those that write to the residual stream smaller by
+    sqrt(2 x layers), so that the stream's variance does not grow with depth; the embedding, tied to the head, has
+    standard deviation 0.02; norms are 1 and biases 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    depth = sum(name.endswith("sa_norm.scale") for name, _ in model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            std = 0.02 if "embedding" in name else parameter.shape[1] ** -0.5
+            if name.endswith(("output_proj.weight", "w2.weight")):
+                std *= (2 * depth) ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+class TeacherMixture(Dataset):
+    """Text mixed with sequences that only copying and recall can predict.
+
+    Kinds of sequences, each item's kind and content a function of (seed, index):
+
+    - text: a window of the training text;
+    - strings: random token strings of 8 to 200 tokens, each written 2 to 4 times, at times with random tokens between;
+    - passages: text in which a passage comes again later;
+    - recall: a list of random keys with values, then the keys again in another order, each with its value.
+
+    Labels are -100 where nothing can be predicted (first occurrences of random tokens, fillers, keys), so that the loss
+    of these kinds is about copying alone.
+
+    Args:
+        text (np.ndarray): [N] token ids, documents separated by the end-of-sequence id.
+        vocab_size (int): random tokens are uniform over 1 .. vocab_size - 1.
+        separator (int): token id between a list of keys and its questions, and after each pair.
+        seq_len (int): T.
+        num_sequences (int): length of the dataset.
+        shares (dict[str, float]): weight of each kind.
+        seed (int): of everything random.
+    """
+
+    def __init__(
+        self,
+        text: np.ndarray,
+        *,
+        vocab_size: int,
+        separator: int,
+        seq_len: int,
+        num_sequences: int,
+        shares: dict[str, float],
+        seed: int,
+    ) -> None:
+        kinds: dict[str, Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]] = {
+            "text": self._text_row,
+            "strings": self._strings_row,
+            "passages": self._passages_row,
+            "recall": self._recall_row,
+        }
+        if unknown := set(shares) - set(kinds):
+            raise ValueError(f"unknown kind in shares: {', '.join(sorted(unknown))}; there are: {', '.join(kinds)}")
+        if not shares or min(shares.values()) < 0 or sum(shares.values()) <= 0:
+            raise ValueError(f"shares must be >= 0 and not all 0, got {shares}")
+        if seq_len < 64:
+            raise ValueError(f"seq_len must be at least 64 for sequences with repetitions, got {seq_len}")
+        self._rows = [kinds[name] for name in shares]
+        self._weights = np.cumsum(list(shares.values())) / sum(shares.values())
+        self._source = np.asarray(text, dtype=np.int64)
+        self._vocab_size = vocab_size
+        self._separator = separator
+        self._seq_len = seq_len
+        self._num_sequences = num_sequences
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._num_sequences
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """``tokens`` and unshifted ``labels`` [T]."""
+        generator = np.random.default_rng([self._seed, index])
+        kind = int(np.searchsorted(self._weights, generator.random(), side="right"))
+        tokens, learned = self._rows[min(kind, len(self._rows) - 1)](generator)
+        return {"tokens": tokens, "labels": np.where(learned, tokens, IGNORE_INDEX)}
+
+    def _random(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        return generator.integers(1, self._vocab_size, count)
+
+    def _window(self, generator: np.random.Generator, length: int) -> np.ndarray:
+        begin = int(generator.integers(0, len(self._source) - length + 1))
+        return self._source[begin : begin + length]
+
+    def _text_row(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        return self._window(generator, self._seq_len), np.ones(self._seq_len, dtype=bool)
+
+    def _strings_row(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        longest = min(200, self._seq_len // 2)
+        pieces: list[tuple[np.ndarray, bool]] = []
+        total = 0
+        while total < self._seq_len:
+            # Log-uniform lengths: short strings teach the mechanism first, long ones its range.
+            length = int(np.exp(generator.uniform(np.log(8), np.log(longest + 1))))
+            string = self._random(generator, length)
+            pieces.append((string, False))
+            for _ in range(int(generator.integers(1, 4))):
+                gap = int(generator.integers(0, 65)) if generator.random() < 0.5 else 0
+                pieces += [(self._random(generator, gap), False), (string, True)]
+            total = sum(len(piece) for piece, _ in pieces)
+        tokens = np.concatenate([piece for piece, _ in pieces])[: self._seq_len]
+        # A copy's first token cannot be known; the rest can.
+        learned = np.concatenate([(np.arange(len(piece)) > 0) & copy for piece, copy in pieces])[: self._seq_len]
+        return tokens, learned
+
+    def _passages_row(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        length = int(generator.integers(16, self._seq_len // 3))
+        passage = self._window(generator, length)
+        first = int(generator.integers(0, self._seq_len - 2 * length + 1))
+        second = int(generator.integers(first + length, self._seq_len - length + 1))
+        tokens = self._window(generator, self._seq_len).copy()
+        tokens[first : first + length] = passage
+        tokens[second : second + length] = passage
+        return tokens, np.ones(self._seq_len, dtype=bool)
+
+    def _recall_row(self, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        tokens: list[np.ndarray] = []
+        learned: list[np.ndarray] = []
+        total = 0
+        while total < self._seq_len:
+            pairs = int(generator.integers(2, 25))
+            key, value = int(generator.integers(1, 3)), int(generator.integers(1, 3))
+            # Distinct first tokens make every key unambiguous.
+            table = self._random(generator, pairs * (key + value + 1)).reshape(pairs, -1)
+            table[:, 0] = 1 + generator.permutation(self._vocab_size - 1)[:pairs]
+            table[:, -1] = self._separator
+            answers = np.zeros_like(table, dtype=bool)
+            answers[:, key : key + value] = True
+            tokens += [table.ravel(), np.array([self._separator]), table[generator.permutation(pairs)].ravel()]
+            learned += [np.zeros(table.size + 1, dtype=bool), answers.ravel()]
+            total += 2 * table.size + 1
+        return np.concatenate(tokens)[: self._seq_len], np.concatenate(learned)[: self._seq_len]
+
+
+def teacher_mixture(
+    tokenizer: HFTokenizer,
+    *,
+    source: str,
+    seq_len: int = 512,
+    num_sequences: int,
+    shares: dict[str, float] | None = None,
+    seed: int = 0,
+) -> TeacherMixture:
+    """Dataset component, see :class:`TeacherMixture`.
+
+    Args:
+        tokenizer (HFTokenizer): of the teacher.
+        source (str): training text, anything that :func:`tcal_components.data.packed_text` reads.
+        seq_len (int): T.
+        num_sequences (int): length of the dataset = optimizer steps x batch size.
+        shares (dict[str, float] | None): weight of each kind. None: the shares that trained the embedded teacher.
+        seed (int): of everything random.
+    """
+    text = packed_text(tokenizer, source=source, seq_len=seq_len)
+    return TeacherMixture(
+        text.tokens,
+        vocab_size=tokenizer.vocab_size,
+        separator=tokenizer.encode("\n")[0],
+        seq_len=seq_len,
+        num_sequences=num_sequences,
+        shares=dict(shares or {"text": 0.6, "strings": 0.2, "passages": 0.1, "recall": 0.1}),
+        seed=seed,
+    )
+
+
+def stack_rows(batch: list[dict[str, np.ndarray]], **unused: Any) -> dict[str, torch.Tensor]:
+    """Collate function for rows of one length: ``tokens`` and ``labels`` [B, T]. Padding arguments are not needed."""
+    return {name: torch.from_numpy(np.stack([row[name] for row in batch])) for name in ("tokens", "labels")}

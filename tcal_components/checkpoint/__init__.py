@@ -1,0 +1,1 @@
+"""Checkpoints: teacher weights in, run state, Hugging Face export out."""

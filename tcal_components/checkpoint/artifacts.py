@@ -1,0 +1,78 @@
+"""The files that stages hand to one another: safetensors with a fingerprint, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], *, fingerprint: str) -> Path:
+    """Write a safetensors file under a temporary name and rename it.
+
+    Args:
+        path: where it goes; the folder is made.
+        tensors: by name, on any device; tensors that share memory are copied.
+        fingerprint: of what they were made from, see :mod:`tcal_components.checkpoint.fingerprint`.
+
+    Returns:
+        The path.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    seen: set[int] = set()
+    ready = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().to("cpu").contiguous()
+        pointer = value.untyped_storage().data_ptr()
+        ready[name] = value.clone() if pointer in seen else value
+        seen.add(pointer)
+    try:
+        save_file(ready, str(temporary), metadata={"format": "pt", "fingerprint": fingerprint})
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def read_tensors(path: str | Path) -> dict[str, Tensor]:
+    """Tensors of a file that :func:`write_tensors` wrote, on the CPU.
+
+    Args:
+        path: the file.
+
+    Returns:
+        By name.
+
+    Raises:
+        FileNotFoundError: no such file.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no file {path}")
+    return load_file(str(path), device="cpu")
+
+
+def parse_dtype(name: str, where: str) -> torch.dtype:
+    """A torch dtype from its name in a config.
+
+    Args:
+        name: ``fp32`` or ``bf16``.
+        where: the key, for messages.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        ValueError: another name.
+    """
+    known = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    if name not in known:
+        raise ValueError(f"{where} is {name!r}; allowed: {', '.join(known)}")
+    return known[name]

@@ -1,0 +1,218 @@
+"""The state of a running stage: sharded checkpoints that a kill cannot damage and any number of processes can continue.
+
+A checkpoint is written by ``torch.distributed.checkpoint`` to a hidden name, flushed to the disk, and renamed. A name that is
+listed is therefore complete, whenever the process was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_SEAL = "complete.json"
+_WRITING = ".writing-"
+_DROPPED = ".dropped-"
+
+
+class RunState:
+    """Checkpoints of one stage in one folder; every process of the run calls every method together.
+
+    Args:
+        directory: folder that all processes see; made if missing.
+        keep_last: complete checkpoints to keep; each holds weights and optimizer state.
+
+    Raises:
+        ValueError: if ``keep_last`` is below 1.
+    """
+
+    def __init__(self, directory: str | Path, *, keep_last: int = 2) -> None:
+        if keep_last < 1:
+            raise ValueError(f"keep_last_checkpoints is {keep_last}, expected at least 1")
+        self.directory = Path(directory)
+        self.keep_last = keep_last
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, ascending."""
+        return sorted({step for step, _ in self._complete()})
+
+    def latest(self) -> int | None:
+        """The last step with a complete checkpoint, as the first process sees it; None if there is none."""
+        found = [max(self.steps(), default=None)]
+        if _distributed():
+            dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint, then drop those beyond ``keep_last``.
+
+        Args:
+            step: optimizer steps done.
+            state: nested mappings of tensors; plain tensors are equal in all processes, DTensors are stored by shard.
+            extra: small values that JSON can hold, such as counters and curves; the first process's are kept.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            TypeError: if ``extra`` holds something JSON cannot, before anything is written.
+        """
+        text = json.dumps({} if extra is None else dict(extra))
+        writing = self.directory / f"{_WRITING}step-{step:08d}"
+        if _first():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            writing.mkdir()
+        _barrier()
+        with _quiet():
+            dcp.save(_unwrap(state), storage_writer=dcp.FileSystemWriter(writing), no_dist=not _distributed())
+        final = self._free_name(step)  # before the barrier, so that every process computes the same
+        _barrier()
+        if _first():
+            files = {path.name: path.stat().st_size for path in writing.iterdir()}
+            _write_flushed(writing / _SEAL, json.dumps({"step": step, "files": files, "extra": json.loads(text)}))
+            _flush(writing)
+            writing.rename(final)
+            _flush(self.directory)
+            for _, path in self._complete()[: -self.keep_last]:
+                path.rename(self.directory / f"{_DROPPED}{path.name}")  # never listed half deleted
+            self._sweep()
+        _barrier()
+        return final
+
+    def load(self, state: Mapping[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]]:
+        """Fill tensors in place from a checkpoint, whatever number of processes wrote it.
+
+        Args:
+            state: nested mappings of tensors of the stored names and shapes; DTensors receive their own shard.
+            step: which checkpoint; None takes the latest.
+
+        Returns:
+            The step and ``extra`` as they were saved.
+
+        Raises:
+            FileNotFoundError: if there is no such checkpoint.
+            ValueError: if names or shapes differ from what was saved.
+        """
+        step = self.latest() if step is None else step
+        paths = [path for found, path in self._complete() if found == step]
+        if not paths:
+            raise FileNotFoundError(
+                f"no complete checkpoint {'' if step is None else f'of step {step} '}in {self.directory}; "
+                f"steps found: {self.steps() or 'none'}"
+            )
+        path = paths[-1]
+        reader = dcp.FileSystemReader(path)
+        target = _unwrap(state)
+        wanted = {name: tuple(tensor.shape) for name, tensor in _leaves(target)}
+        entries = reader.read_metadata().state_dict_metadata
+        stored = {
+            name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
+        }
+        for name in wanted.keys() | stored.keys():
+            if wanted.get(name) != stored.get(name):
+                raise ValueError(
+                    f"checkpoint {path} does not fit this run: {name} is {stored.get(name, 'missing')} there and "
+                    f"{wanted.get(name, 'missing')} here; use another output_dir or the config that wrote it"
+                )
+        with _quiet():
+            dcp.load(target, storage_reader=reader, no_dist=not _distributed())
+        return int(step or 0), json.loads((path / _SEAL).read_text())["extra"]
+
+    def _complete(self) -> list[tuple[int, Path]]:
+        """(step, folder) of complete checkpoints, oldest first; a step that was saved again comes twice."""
+        found = []
+        for path in self.directory.iterdir() if self.directory.is_dir() else ():
+            match = _NAME.fullmatch(path.name)
+            if match and _sealed(path):
+                found.append((int(match[1]), int(match[2] or 0), path))
+        return [(step, path) for step, _, path in sorted(found)]
+
+    def _free_name(self, step: int) -> Path:
+        """A name nobody has: replacing a folder is no atomic operation, so the same step gets a suffix."""
+        taken = {path.name for path in self.directory.iterdir()}
+        name, suffix = f"step-{step:08d}", 0
+        while name in taken:
+            suffix += 1
+            name = f"step-{step:08d}.{suffix}"
+        return self.directory / name
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left half written or half deleted."""
+        for path in self.directory.iterdir():
+            if path.name.startswith((_WRITING, _DROPPED)):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _leaves(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _unwrap(state: Mapping[str, Any]) -> dict[str, Any]:
+    """One flat level of detached tensors: names stay what they are, and no tensor drags its graph along."""
+    flat = {}
+    for name, value in _leaves(state):
+        assert isinstance(value, Tensor), f"run state '{name}' is {type(value).__name__}, expected a tensor"
+        flat[name] = value.detach()
+    return flat
+
+
+def _sealed(path: Path) -> bool:
+    try:
+        files = json.loads((path / _SEAL).read_text())["files"]
+        return all((path / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _write_flushed(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush(directory: Path) -> None:
+    """Make names in a folder durable; the files' contents are flushed by who wrote them."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's advice on running in one process, which ``no_dist=True`` already says is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _distributed() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _first() -> bool:
+    return not _distributed() or dist.get_rank() == 0
+
+
+def _barrier() -> None:
+    if _distributed():
+        dist.barrier()

@@ -1,0 +1,307 @@
+"""Checks an export by loading it with stock transformers and comparing it with the student."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from tcal_components.checkpoint.export_config import CUSTOM_FORMAT, DTYPES
+from tcal_components.checkpoint.export_weights import HybridLayout, WeightExporter, rounded_parameter
+from tcal_components.checkpoint.hf_folder import _locate_tensors, _open
+from tcal_components.checkpoint.import_hybrid import read_exported_folder
+from tcal_components.modules.hybrid_decoder import HybridDecoder
+
+# Allowed difference of logits, relative to the largest logit, both sides computing in float32. Measured differences are
+# near 1e-6 on a CPU. On CUDA the kernels of flash-linear-attention solve a triangular system in TF32 (10 bits).
+RELATIVE_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-3}
+PROBE_TEXT = "Hybrid models: 12 345 tokens,\n\tif x != 'y': naïve_café() -> 東京 🙂"
+
+
+class ExportError(RuntimeError):
+    """An export that does not compute what the student computes."""
+
+
+def verify_export(
+    output_dir: str | Path,
+    student: HybridDecoder,
+    tokens: torch.Tensor,
+    *,
+    pad_id: int | None = None,
+    max_new_tokens: int = 8,
+    relative_tolerance: float | None = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Loads an export with ``AutoModelForCausalLM`` and compares it with the student.
+
+    Both sides compute in float32 on the student's device. For a bfloat16 export the student's weights are first rounded
+    as the export rounds them (A_log and dt_bias stay float32), so what remains is float32 rounding in either case.
+
+    Args:
+        output_dir: The exported folder.
+        student: The hybrid that was exported, whole on one device, without caches. It is not changed.
+        tokens: Token ids [B, T], T at least 4, on any device; real text shows more than random ids.
+        pad_id: Token for left padding. Default: None, the first id of ``tokens``.
+        max_new_tokens: Length of the greedy continuation. Default: 8.
+        relative_tolerance: Allowed difference relative to the largest logit. Default: None, ``RELATIVE_TOLERANCE``
+            of the device.
+        strict: Whether a failed check raises. Default: True.
+
+    Returns:
+        dict[str, Any]: ``max_abs_logit_diff`` (full forward), ``cached_max_abs_diff`` (prefill, then token by token),
+        ``left_padded_max_abs_diff`` (a batch of unequal lengths with mask), ``greedy_equal`` (``generate`` against the
+        student's arg max; a difference between logits closer than the tolerance does not count), ``weights_equal``
+        (the files against the student, bit for bit), ``tokenizer_equal`` (None without tokenizer.json),
+        ``reference_logit_max``, ``tolerance``, ``relative_tolerance``, ``compared`` (in words), ``problems`` and ``ok``.
+
+    Raises:
+        ExportError: If ``strict`` and the export is not the student.
+        ValueError: For tokens or a student that cannot be compared.
+    """
+    folder = Path(output_dir)
+    layout, format, dtype = read_exported_folder(folder)
+    _check_arguments(student, tokens, layout)
+    device = student.tok_embeddings.weight.device
+    tokens = tokens.to(device)
+    pad = int(tokens[0, 0]) if pad_id is None else pad_id
+    if relative_tolerance is None:
+        relative_tolerance = RELATIVE_TOLERANCE.get(device.type, RELATIVE_TOLERANCE["cuda"])
+
+    with _evaluation(student), _quiet_transformers(), torch.no_grad():
+        reference = _Reference(student, layout, dtype)
+        expected = reference(tokens)
+        scale = float(expected.abs().max())
+        tolerance = relative_tolerance * max(scale, 1.0)
+        model, problems = _load(folder, trust_remote_code=format == CUSTOM_FORMAT)
+        model = model.to(device).eval()
+        with _usable_kernels(model, device):
+            result: dict[str, Any] = {
+                "max_abs_logit_diff": _difference(model(input_ids=tokens, use_cache=False).logits, expected),
+                "cached_max_abs_diff": _difference(_cached_logits(model, tokens), expected),
+                "left_padded_max_abs_diff": _left_padded_difference(model, reference, tokens, pad),
+                "greedy_equal": _greedy_equal(model, reference, tokens[:1], pad, max_new_tokens, 2.0 * tolerance),
+            }
+    result["weights_equal"] = _changed_tensor(folder, student, layout, dtype) is None
+    result["tokenizer_equal"] = _tokenizer_equal(folder)
+
+    for name in ("max_abs_logit_diff", "cached_max_abs_diff", "left_padded_max_abs_diff"):
+        if not result[name] <= tolerance:  # NaN fails too
+            problems.append(f"{name} is {result[name]:.3g}")
+    if not result["greedy_equal"]:
+        problems.append("greedy text differs")
+    if not result["weights_equal"]:
+        problems.append(f"{_changed_tensor(folder, student, layout, dtype)} differs from the student's weights")
+    if result["tokenizer_equal"] is False:
+        problems.append("AutoTokenizer splits text otherwise than tokenizer.json")
+    result |= {
+        "reference_logit_max": scale,
+        "tolerance": tolerance,
+        "relative_tolerance": relative_tolerance,
+        "compared": "float32 computation on both sides"
+        + ("" if dtype == torch.float32 else f", student weights rounded to {DTYPES[dtype]} as in the export"),
+        "problems": problems,
+        "ok": not problems,
+    }
+    if strict and problems:
+        raise ExportError(
+            f"the export in {folder} does not reproduce the student: {'; '.join(problems)} "
+            f"(tolerance {tolerance:.3g} at logits up to {scale:.3g})"
+        )
+    return result
+
+
+class _Reference:
+    """The student with the weights that the export has, computing in float32."""
+
+    def __init__(self, student: HybridDecoder, layout: HybridLayout, dtype: torch.dtype) -> None:
+        self._student = student
+        self._parameters = {
+            name: rounded_parameter(_plain(name), value, layout=layout, dtype=dtype)
+            for name, value in student.named_parameters()
+        }
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Computes logits [B, T, V] in float32 from token ids [B, T]."""
+        with torch.autocast(tokens.device.type, enabled=False):
+            return functional_call(self._student, self._parameters, (tokens,)).float()
+
+
+def _check_arguments(student: HybridDecoder, tokens: torch.Tensor, layout: HybridLayout) -> None:
+    if tokens.ndim != 2 or tokens.shape[1] < 4:
+        raise ValueError(
+            f"tokens have shape {tuple(tokens.shape)}; the check needs [batch, length] of length 4 or more"
+        )
+    if int(tokens.max()) >= layout.spec.vocab_size or int(tokens.min()) < 0:
+        raise ValueError(f"tokens reach {int(tokens.max())}; the vocabulary has {layout.spec.vocab_size} entries")
+    if student.caches_are_setup():
+        raise ValueError("the student has caches set up; verify a model without them")
+    if student.retained_layers != layout.retained_layers:
+        raise ValueError(
+            f"the export keeps attention in layers {list(layout.retained_layers)}, the student in "
+            f"{student.retained_layers}"
+        )
+    for index in student.converted_layers:
+        eps = student.layers[index].attn.o_norm.eps
+        if eps != layout.spec.norm_eps:
+            raise ValueError(
+                f"layers.{index}.attn.o_norm has eps {eps}; an export has one eps for all norms, {layout.spec.norm_eps}"
+            )
+
+
+def _plain(name: str) -> str:
+    """Name of a parameter without what activation checkpointing and torch.compile put in."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+@contextlib.contextmanager
+def _evaluation(student: HybridDecoder) -> Iterator[None]:
+    was_training = student.training
+    student.eval()
+    try:
+        yield
+    finally:
+        student.train(was_training)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Silences progress bars and the loader's report (o_proj.bias is missing on purpose); `_load` reads the latter."""
+    from transformers.utils import logging
+
+    verbosity, progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if progress:
+            logging.enable_progress_bar()
+
+
+def _load(folder: Path, *, trust_remote_code: bool) -> tuple[Any, list[str]]:
+    """Loads the export in float32; returns the model and what the loader complained about."""
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code
+    )
+    problems = []
+    missing = [name for name in report["missing_keys"] if not name.endswith(".self_attn.o_proj.bias")]
+    if model.config.tie_word_embeddings:
+        missing = [name for name in missing if name != "lm_head.weight"]
+    for what, names in (("missing", missing), ("unexpected", report["unexpected_keys"])):
+        if names:
+            problems.append(f"transformers finds {len(names)} tensors {what} (first: {sorted(names)[0]})")
+    if report.get("mismatched_keys"):
+        problems.append(f"transformers finds shapes that do not fit: {sorted(map(str, report['mismatched_keys']))[0]}")
+    return model, problems
+
+
+@contextlib.contextmanager
+def _usable_kernels(model: Any, device: torch.device) -> Iterator[None]:
+    """Makes transformers use its PyTorch code on a CPU.
+
+    Where triton is installed, transformers 5.6 to 5.24 choose the kernels of flash-linear-attention when the class is
+    imported, whatever the device, and a forward on the CPU raises. The choice is undone for the time of the check.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    module = sys.modules[next(cls for cls in type(model).__mro__ if cls.__name__ == "Qwen3_5ForCausalLM").__module__]
+    with contextlib.ExitStack() as stack:
+        names = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")
+        functions = [f"torch_{name}" for name in names] + ["causal_conv1d_fn", "causal_conv1d_update"]
+        for name in functions:  # since 5.17: global functions that wrap the PyTorch code
+            original = getattr(module, name, None)
+            if hasattr(original, "__wrapped__"):
+                stack.callback(setattr, module, name, original)
+                setattr(module, name, original.__wrapped__)
+        for layer in model.modules():  # before: attributes of the layer
+            if type(layer).__name__ != "Qwen3_5GatedDeltaNet" or "chunk_gated_delta_rule" not in vars(layer):
+                continue
+            for name in names:
+                setattr(layer, name, getattr(module, f"torch_{name}"))
+            layer.causal_conv1d_fn = None
+            layer.causal_conv1d_update = module.torch_causal_conv1d_update
+            if type(layer.norm).__name__ != "Qwen3_5RMSNormGated":
+                norm = module.Qwen3_5RMSNormGated(layer.head_v_dim, eps=layer.layer_norm_epsilon)
+                norm.load_state_dict(layer.norm.state_dict())
+                layer.norm = norm
+        yield
+
+
+def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((logits.float() - expected).abs().max())
+
+
+def _cached_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits [B, T, V] of a prefill of half the tokens and one step for each of the others."""
+    half = tokens.shape[1] // 2
+    out = model(input_ids=tokens[:, :half], use_cache=True)
+    logits = [out.logits]
+    for position in range(half, tokens.shape[1]):
+        # The name changed within transformers 5.
+        name = "cache" if getattr(out, "cache", None) is not None else "past_key_values"
+        out = model(input_ids=tokens[:, position : position + 1], use_cache=True, **{name: getattr(out, name)})
+        logits.append(out.logits)
+    return torch.cat(logits, dim=1)
+
+
+def _left_padded_difference(model: Any, reference: _Reference, tokens: torch.Tensor, pad: int) -> float:
+    """Compares a left-padded batch of two lengths with the student on each row alone."""
+    length = tokens.shape[1]
+    short = max(2, length // 2)
+    rows = [tokens[0], tokens[-1, :short]]
+    batch = tokens.new_full((2, length), pad)
+    mask = torch.zeros_like(batch)
+    for number, row in enumerate(rows):
+        batch[number, length - len(row) :] = row
+        mask[number, length - len(row) :] = 1
+    logits = model(input_ids=batch, attention_mask=mask, use_cache=False).logits
+    return max(_difference(logits[n, length - len(row) :], reference(row[None])[0]) for n, row in enumerate(rows))
+
+
+def _greedy_equal(
+    model: Any, reference: _Reference, prompt: torch.Tensor, pad: int, max_new_tokens: int, tie: float
+) -> bool:
+    """Compares greedy ``generate`` with the student; after a tie (top logits closer than ``tie``) it stops."""
+    from transformers import GenerationConfig
+
+    prompt = prompt[:, : max(2, prompt.shape[1] // 2)]
+    # Not the folder's: its sampling settings or end-of-text would end the comparison early.
+    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad)
+    generated = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt))
+    for position in range(prompt.shape[1], generated.shape[1]):
+        last = reference(generated[:, :position])[0, -1]
+        best, chosen = last.max(), last[generated[0, position]]
+        if chosen < best:
+            return bool(best - chosen <= tie)
+    return generated.shape[1] == prompt.shape[1] + max_new_tokens
+
+
+def _changed_tensor(folder: Path, student: HybridDecoder, layout: HybridLayout, dtype: torch.dtype) -> str | None:
+    """Returns the name of a stored tensor that is not what the student exports to, or None."""
+    location = _locate_tensors(folder)
+    files = {path: _open(path) for path in set(location.values())}
+    weights = {_plain(name): value for name, value in student.named_parameters()}
+    for name, tensor in WeightExporter(weights, layout=layout, dtype=dtype).tensors():
+        if name not in location or not torch.equal(files[location[name]].get_tensor(name), tensor):
+            return name
+    return None
+
+
+def _tokenizer_equal(folder: Path) -> bool | None:
+    """Compares AutoTokenizer, which picks a class by model type, with the rules in tokenizer.json."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(folder)(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+    return ids == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROBE_TEXT, add_special_tokens=False).ids

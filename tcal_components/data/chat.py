@@ -1,0 +1,128 @@
+"""Chat and instruction data of torchtune's datasets, packed like text, with masked prompts."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from tcal_components.data.packed import (
+    IGNORE_INDEX,
+    Pack,
+    PackedDocument,
+    PackedTextDataset,
+    document_digest,
+)
+
+
+def from_torchtune(
+    dataset: Any, *, seq_len: int, pad_id: int = 0, max_sequences: int | None = None
+) -> PackedTextDataset:
+    """Packs any torchtune dataset (chat, instruct, text completion, ...) with document boundaries.
+
+    A sample is never cut in two: it goes whole into the current row, or begins the next one and the rest of the row is
+    padding. A sample longer than a row is cut to ``seq_len``. Samples without any token to be learned are left out.
+
+    Args:
+        dataset (Any): a sized dataset whose items have ``tokens`` [n] and, unshifted, either ``labels`` [n] with -100 on
+            the prompt, or ``mask`` [n], True on the prompt. With neither, every token is learned.
+        seq_len (int): T, tokens a sequence.
+        pad_id (int): token id written on padding.
+        max_sequences (int | None): stop after this many rows.
+
+    Returns:
+        PackedTextDataset: prompts and padding have label -100; ``padding_fraction`` says what padding costs.
+
+    Raises:
+        ValueError: if an item has no tokens, labels of another length, or nothing in the dataset is to be learned.
+    """
+    if seq_len < 2:
+        raise ValueError(f"seq_len must be at least 2, got {seq_len}")
+    rows: list[np.ndarray] = []
+    masks: list[np.ndarray] = []
+    used: list[int] = []
+    starts: list[int] = []
+    documents: list[PackedDocument] = []
+    cut = left_out = 0
+    fill = seq_len
+    for index in range(len(dataset)):
+        tokens, targets = _sample(dataset[index], index)
+        if len(tokens) > seq_len:
+            tokens, targets, cut = tokens[:seq_len], targets[:seq_len], cut + 1
+        if not targets[1:].any():
+            left_out += 1
+            continue
+        if fill + len(tokens) > seq_len:
+            if max_sequences is not None and len(rows) == max_sequences:
+                break
+            rows.append(np.full(seq_len, pad_id, dtype=np.uint32))
+            masks.append(np.zeros(seq_len, dtype=bool))
+            used.append(0)
+            fill = 0
+        rows[-1][fill : fill + len(tokens)] = tokens
+        masks[-1][fill : fill + len(tokens)] = targets
+        starts.append((len(rows) - 1) * seq_len + fill)
+        documents.append(PackedDocument(f"sample {index}", document_digest(tokens), len(tokens)))
+        fill += len(tokens)
+        used[-1] = fill
+    if not rows:
+        raise ValueError(
+            f"no sample to learn from: {len(dataset)} samples, {left_out} of them without an unmasked token"
+        )
+    # Padding begins a document of its own, so that a sample's last token has no label.
+    starts.extend(row * seq_len + n for row, n in enumerate(used) if n < seq_len)
+    pack = Pack(
+        tokens=np.concatenate(rows),
+        starts=np.unique(np.asarray(starts, dtype=np.int64)),
+        documents=documents,
+        targets=np.concatenate(masks),
+        used=np.asarray(used, dtype=np.int64),
+        sources={
+            "path": type(dataset).__name__,
+            "documents": len(documents),
+            "tokens": int(sum(used)),
+            "sha256": hashlib.sha256(np.concatenate(rows).astype("<u4").tobytes()).hexdigest(),
+            "cut": cut,
+            "left_out": left_out,
+        },
+    )
+    return PackedTextDataset(pack=pack, seq_len=seq_len)
+
+
+def packed_chat(
+    tokenizer: Any, *, dataset: dict[str, Any], seq_len: int, max_sequences: int | None = None
+) -> PackedTextDataset:
+    """Config component: builds a torchtune dataset from its own config node, then :func:`from_torchtune`.
+
+    Args:
+        tokenizer (Any): handed to the torchtune dataset; :func:`~tcal_components.data.hf_tokenizer` renders the
+            teacher's chat template, torchtune's model tokenizers work as well.
+        dataset (dict[str, Any]): for example ``{_component_: torchtune.datasets.chat_dataset, source: ..., ...}``.
+        seq_len (int): T, tokens a sequence.
+        max_sequences (int | None): stop after this many rows.
+
+    Raises:
+        ValueError: if ``dataset`` names no component, or gives nothing to learn from.
+    """
+    from omegaconf import DictConfig
+    from torchtune import config
+
+    if "_component_" not in dataset:
+        raise ValueError("packed_chat needs dataset: {_component_: torchtune.datasets...., source: ...}")
+    built = config.instantiate(DictConfig(dict(dataset)), tokenizer)
+    return from_torchtune(built, seq_len=seq_len, pad_id=tokenizer.pad_id or 0, max_sequences=max_sequences)
+
+
+def _sample(item: dict[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [n] and which of them are to be learned [n]."""
+    if not len(item.get("tokens", ())):
+        raise ValueError(f"sample {index} has no tokens; its keys are: {', '.join(item)}")
+    tokens = np.asarray(item["tokens"], dtype=np.int64)
+    if "labels" in item:
+        targets = np.asarray(item["labels"]) != IGNORE_INDEX
+    elif "mask" in item:
+        targets = ~np.asarray(item["mask"], dtype=bool)
+    else:
+        targets = np.ones(len(tokens), dtype=bool)
+    if targets.shape != tokens.shape:
+        raise ValueError(f"sample {index} has {len(tokens)} tokens but {len(targets)} labels")
+    return tokens, targets

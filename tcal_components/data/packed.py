@@ -1,0 +1,340 @@
+"""Fixed-length training sequences packed from documents, with their boundaries."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from tcal_components.data import sources as reading
+from tcal_components.data.tokenizer import HFTokenizer
+
+IGNORE_INDEX = -100
+# Characters tokenised together: enough to use every core, little enough to stop early at max_tokens.
+_BATCH_CHARACTERS = 1_000_000
+
+
+@dataclass
+class PackedDocument:
+    """One document of a pack: where it came from, a hash of its token ids and its number of tokens (with EOS)."""
+
+    where: str
+    digest: bytes
+    length: int
+
+
+@dataclass
+class Pack:
+    """Storage of a :class:`PackedTextDataset`: rows of ``seq_len`` tokens one after the other.
+
+    Attributes:
+        tokens (np.ndarray): [N], N >= rows * seq_len; one token more than the rows need gives the last label.
+        starts (np.ndarray): sorted offsets in ``tokens`` at which a document (or padding) begins.
+        documents (list[PackedDocument]): the documents, in order.
+        targets (np.ndarray | None): [N] bool, which tokens may be predicted. None: all.
+        used (np.ndarray | None): [rows], tokens of each row before its padding. None: all of them.
+        sources (dict): provenance.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    documents: list[PackedDocument]
+    targets: np.ndarray | None = None
+    used: np.ndarray | None = None
+    sources: dict[str, Any] = field(default_factory=dict)
+
+
+class PackedTextDataset(Dataset):
+    """Map-style dataset of packed sequences.
+
+    An item is a dict of ``torch.long`` tensors of shape [T]:
+
+    - ``tokens``: token ids;
+    - ``labels``: the next token of the same document, -100 at a document's last token, on padding and where the next
+      token is part of a prompt. They are already shifted: ``labels[t]`` belongs to ``logits[t]``;
+    - ``input_pos``: position, 0 at the start of the row and of each document in it;
+    - ``document``: number of the document in the row (0, 1, ...), -1 on padding.
+
+    Args:
+        pack (Pack): tokens and boundaries.
+        seq_len (int): T.
+
+    Attributes:
+        sources (dict): provenance: path, documents, tokens, sha256 of the token ids used.
+        num_tokens (int): tokens in all rows, without padding.
+        padding_fraction (float): share of padding in all rows.
+    """
+
+    def __init__(self, *, pack: Pack, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self.sources = pack.sources
+        self.documents = pack.documents
+        self._pack = pack
+        self._rows = len(pack.used) if pack.used is not None else len(pack.tokens) // seq_len
+        self.num_tokens = int(pack.used.sum()) if pack.used is not None else self._rows * seq_len
+        self.padding_fraction = 1.0 - self.num_tokens / (self._rows * seq_len)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not -self._rows <= index < self._rows:
+            raise IndexError(f"sequence {index} of {self._rows}")
+        index %= self._rows
+        pack, length = self._pack, self.seq_len
+        begin, end = index * length, (index + 1) * length
+        tokens = np.full(length + 1, -1, dtype=np.int64)
+        window = pack.tokens[begin : end + 1]
+        tokens[: len(window)] = window
+        # is_start[t]: a document begins at token t of the row; the entry at T says whether the next row begins one.
+        is_start = np.zeros(length + 1, dtype=bool)
+        low, high = np.searchsorted(pack.starts, (begin, end + 1))
+        is_start[pack.starts[low:high] - begin] = True
+        allowed = ~is_start[1:] & (tokens[1:] >= 0)
+        if pack.targets is not None:
+            targets = np.zeros(length + 1, dtype=bool)
+            targets[: len(window)] = pack.targets[begin : end + 1]
+            allowed &= targets[1:]
+        is_start[0] = True
+        arange = np.arange(length)
+        segment = np.maximum.accumulate(np.where(is_start[:-1], arange, 0))
+        document = np.cumsum(is_start[:-1]) - 1
+        input_pos = arange - segment
+        if pack.used is not None:
+            padding = arange >= pack.used[index]
+            document[padding] = -1
+            input_pos[padding] = 0
+            allowed &= ~padding
+        labels = np.where(allowed, tokens[1:], IGNORE_INDEX)
+        item = {"tokens": tokens[:-1], "labels": labels, "input_pos": input_pos, "document": document}
+        return {name: torch.from_numpy(np.ascontiguousarray(value, dtype=np.int64)) for name, value in item.items()}
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All rows one after the other, and for text the token after the last: shape [N], read-only by agreement."""
+        return self._pack.tokens
+
+    def save_tokens(self, path: str | Path) -> None:
+        """Writes the tokens as a ``.npy`` array that :func:`packed_text` accepts as a source.
+
+        The type is uint16 where all ids fit, else uint32. Only for text (chat data has masks that an array cannot hold).
+
+        Raises:
+            ValueError: if the dataset has masked targets or padding.
+        """
+        if self._pack.targets is not None or self._pack.used is not None:
+            raise ValueError(
+                "only packed text can be saved as a token array; this dataset has masked prompts or padding"
+            )
+        tokens = self._pack.tokens
+        np.save(path, tokens.astype(np.uint16 if tokens.max() < 2**16 else np.uint32))
+
+
+def packed_text(
+    tokenizer: HFTokenizer,
+    *,
+    source: str,
+    seq_len: int,
+    subset: str | None = None,
+    split: str | None = None,
+    text_column: str = "text",
+    skip_documents: int = 0,
+    skip_tokens: int = 0,
+    max_tokens: int | None = None,
+    shuffle_documents: bool = False,
+    seed: int = 0,
+    streaming: bool = False,
+) -> PackedTextDataset:
+    """Packs text into sequences of ``seq_len`` tokens, an end-of-sequence token after each document.
+
+    Documents follow one another and are cut where a row ends; a rest shorter than one row is dropped. Text is read and
+    tokenised only as far as ``max_tokens`` needs it. To take disjoint parts of one source, give the second part
+    ``skip_tokens`` = the first part's ``max_tokens``: whole documents are skipped, so none is in both parts.
+
+    Args:
+        tokenizer (HFTokenizer): see :func:`tcal_components.data.hf_tokenizer`.
+        source (str): one of: a folder of .txt / .jsonl / .parquet (all files below it, sorted); one such file; a .npy
+            array of token ids with documents separated by EOS; a folder of ``Dataset.save_to_disk``; the name of a
+            Hugging Face dataset. ``asset:...`` is a path in this package's assets.
+        seq_len (int): T, tokens a sequence.
+        subset (str | None): configuration name of a Hugging Face dataset.
+        split (str | None): split of a Hugging Face dataset, default "train".
+        text_column (str): column of .jsonl, .parquet and Hugging Face data that holds the text.
+        skip_documents (int): leave out this many documents first.
+        skip_tokens (int): then leave out whole documents until at least this many tokens have passed.
+        max_tokens (int | None): then take at most this many tokens. None takes everything.
+        shuffle_documents (bool): random order of documents (files in random order, and a buffer of 10 000 documents),
+            the same for the same ``seed``. Not for .npy arrays.
+        seed (int): of that order.
+        streaming (bool): read a Hugging Face dataset from the hub while it is used, without a local copy.
+
+    Returns:
+        PackedTextDataset
+
+    Raises:
+        FileNotFoundError: if a local source does not exist.
+        ValueError: if it has no text, no such column, a malformed line, or less text than one sequence.
+    """
+    _check_numbers(seq_len=seq_len, max_tokens=max_tokens, skip_documents=skip_documents, skip_tokens=skip_tokens)
+    local = reading.is_local(source)
+    if local and source.endswith(reading.TOKEN_SUFFIX):
+        if shuffle_documents:
+            raise ValueError(f"shuffle_documents is not available for a token array, got source {source}")
+        encoded = _documents_of_array(source, tokenizer)
+    else:
+        encoded = _encode(
+            _open(source, local, subset, split, text_column, shuffle_documents, seed, streaming), tokenizer
+        )
+    return _pack_stream(
+        encoded,
+        source=source,
+        seq_len=seq_len,
+        skip_documents=skip_documents,
+        skip_tokens=skip_tokens,
+        limit=max_tokens,
+    )
+
+
+def _open(
+    source: str,
+    local: bool,
+    subset: str | None,
+    split: str | None,
+    text_column: str,
+    shuffle: bool,
+    seed: int,
+    streaming: bool,
+) -> Iterator[reading.Document]:
+    path = reading.resolve(source)
+    if local and not reading.is_saved_dataset(path):
+        if split is not None or subset is not None:
+            raise ValueError(
+                f"split and subset are for Hugging Face datasets; source {source} is a local file or folder"
+            )
+        files = reading.find_files(path)
+        if shuffle:
+            files = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
+        documents = reading.read_files(files, text_column=text_column)
+    else:
+        documents = reading.read_hub(source, subset=subset, split=split, text_column=text_column, streaming=streaming)
+    return reading.shuffled(documents, seed=seed) if shuffle else documents
+
+
+def _encode(documents: Iterable[reading.Document], tokenizer: HFTokenizer) -> Iterator[tuple[str, np.ndarray]]:
+    batch: list[reading.Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield from _encode_batch(batch, tokenizer)
+            batch, characters = [], 0
+    yield from _encode_batch(batch, tokenizer)
+
+
+def _encode_batch(batch: list[reading.Document], tokenizer: HFTokenizer) -> Iterator[tuple[str, np.ndarray]]:
+    for document, ids in zip(batch, tokenizer.encode_batch([item.text for item in batch], add_eos=True)):
+        yield document.where, np.asarray(ids, dtype=np.uint32)
+
+
+def _documents_of_array(source: str, tokenizer: HFTokenizer) -> Iterator[tuple[str, np.ndarray]]:
+    path = reading.resolve(source)
+    tokens = reading.read_token_array(path, vocab_size=tokenizer.vocab_size)
+    ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1
+    begin = 0
+    for end in [*ends.tolist(), len(tokens)]:
+        if end > begin:
+            yield f"{path} tokens {begin} to {end}", np.asarray(tokens[begin:end], dtype=np.uint32)
+        begin = end
+
+
+def _pack_stream(
+    encoded: Iterable[tuple[str, np.ndarray]],
+    *,
+    source: str,
+    seq_len: int,
+    skip_documents: int,
+    skip_tokens: int,
+    limit: int | None,
+) -> PackedTextDataset:
+    """Concatenates documents [(where, ids with EOS)] and cuts them into rows."""
+    pieces: list[np.ndarray] = []
+    documents: list[PackedDocument] = []
+    total = skipped = seen = 0
+    # One token more than the rows hold: it is the label of the last position.
+    wanted = None if limit is None else limit // seq_len * seq_len + 1
+    for where, ids in encoded:
+        seen += 1
+        if seen <= skip_documents or skipped < skip_tokens:
+            skipped += len(ids) if seen > skip_documents else 0
+            continue
+        pieces.append(ids)
+        documents.append(PackedDocument(where, document_digest(ids), len(ids)))
+        total += len(ids)
+        if wanted is not None and total >= wanted:
+            break
+    rows = (total if limit is None else min(total, limit)) // seq_len
+    if rows == 0:
+        if seen == 0:
+            raise ValueError(f"no text in {source}: every document is empty")
+        asked = [f"skip_documents {skip_documents}"] * bool(skip_documents) + [f"skip_tokens {skip_tokens}"] * bool(
+            skip_tokens
+        )
+        after = f" after {' and '.join(asked)} ({seen} documents in all)" if asked else ""
+        raise ValueError(f"text shorter than one sequence: {source} gives {total} tokens{after}, seq_len is {seq_len}")
+    tokens = np.concatenate(pieces)[: rows * seq_len + 1]
+    starts = np.cumsum([0, *(document.length for document in documents)])[:-1]
+    inside = starts < rows * seq_len
+    documents = documents[: int(inside.sum())]
+    starts = starts[starts < len(tokens)]
+    provenance = {
+        "path": source,
+        "documents": len(documents),
+        "tokens": rows * seq_len,
+        "skipped_tokens": skipped,
+        "sha256": hashlib.sha256(tokens[: rows * seq_len].astype("<u4").tobytes()).hexdigest(),
+    }
+    return PackedTextDataset(pack=Pack(tokens, starts, documents, sources=provenance), seq_len=seq_len)
+
+
+def document_digest(ids: np.ndarray) -> bytes:
+    """128-bit hash of a document's token ids."""
+    return hashlib.blake2b(np.asarray(ids).astype("<u4").tobytes(), digest_size=16).digest()
+
+
+def assert_disjoint(datasets: dict[str, PackedTextDataset], *, min_tokens: int = 32) -> None:
+    """Checks that no document is in two of the datasets (calibration, training, evaluation, ...).
+
+    Documents are compared by a hash of their token ids, so all datasets must have the same tokenizer.
+
+    Args:
+        datasets (dict[str, PackedTextDataset]): by the name that the message is to use.
+        min_tokens (int): shorter documents are not compared: one-line boilerplate repeats in any corpus.
+
+    Raises:
+        ValueError: naming the two datasets and where the first common document stands in each.
+    """
+    owner: dict[bytes, tuple[str, str]] = {}
+    for name, dataset in datasets.items():
+        for document in dataset.documents:
+            if document.length < min_tokens:
+                continue
+            other, where = owner.setdefault(document.digest, (name, document.where))
+            if other != name:
+                raise ValueError(
+                    f"the same document is in {other} ({where}) and in {name} ({document.where}); use other text, or "
+                    "disjoint parts of one source by skip_tokens or skip_documents"
+                )
+
+
+def _check_numbers(*, seq_len: int, max_tokens: int | None, skip_documents: int, skip_tokens: int) -> None:
+    if seq_len < 2:
+        raise ValueError(f"seq_len must be at least 2, got {seq_len}")
+    if max_tokens is not None and max_tokens < seq_len:
+        raise ValueError(f"max_tokens {max_tokens} is less than one sequence of seq_len {seq_len}")
+    if skip_documents < 0 or skip_tokens < 0:
+        raise ValueError(f"skip_documents and skip_tokens must be >= 0, got {skip_documents} and {skip_tokens}")

@@ -1,0 +1,17 @@
+"""End-to-end distillation of the hybrid student."""
+
+from tcal_components.distillation.linear_kl import LinearKL
+from tcal_components.distillation.model import DistillModel
+from tcal_components.distillation.optimizer import parameter_groups
+from tcal_components.distillation.trainer import DistillConfig, Distiller, DistillResult, NonFiniteLossError, distill
+
+__all__ = [
+    "DistillConfig",
+    "DistillModel",
+    "DistillResult",
+    "Distiller",
+    "LinearKL",
+    "NonFiniteLossError",
+    "distill",
+    "parameter_groups",
+]

@@ -1,0 +1,66 @@
+"""Optimizer of the distillation: which parameters learn at which rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torchtune import config
+
+from tcal_components.checkpoint.optimizer_state import named_trainable
+from tcal_components.modules.hybrid_decoder import HybridDecoder
+
+DEFAULT_OPTIMIZER = {"_component_": "torch.optim.AdamW", "betas": [0.9, 0.95]}
+
+# By name: marks on parameters are lost by fully_shard and deepcopy.
+_NO_DECAY = (".decay.A_log", ".decay.dt_bias", ".scale", "_conv.weight", ".bias")
+
+
+def parameter_groups(student: HybridDecoder, *, lr: float, base_lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters of the converted layers' mixers at one learning rate, the rest at another.
+
+    Args:
+        student: sharded or not, wrapped or not.
+        lr: of ``attn.*`` in converted layers.
+        base_lr: of everything else.
+        weight_decay: of matrices; norms, biases, convolutions and decay parameters have none.
+
+    Returns:
+        Non-empty groups with ``params``, ``lr`` and ``weight_decay``, always in the same order.
+    """
+    mixers = tuple(f"layers.{index}.attn." for index in student.converted_layers)
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in named_trainable(student):
+        decays = not name.endswith(_NO_DECAY)
+        groups.setdefault((name.startswith(mixers), decays), []).append(parameter)
+    return [
+        {"params": groups[key], "lr": lr if key[0] else base_lr, "weight_decay": weight_decay if key[1] else 0.0}
+        for key in sorted(groups)
+    ]
+
+
+def build_optimizer(
+    groups: list[dict[str, Any]], component: Mapping[str, Any] | DictConfig | None
+) -> torch.optim.Optimizer:
+    """Instantiate an optimizer as torchtune's configs name it.
+
+    Args:
+        groups: from ``parameter_groups``; their learning rate and weight decay take precedence.
+        component: ``_component_`` and its arguments; None is ``torch.optim.AdamW`` with betas 0.9 and 0.95.
+            ``torchao.optim.AdamW8bit`` needs 2 instead of 8 bytes a parameter for its moments.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if ``_component_`` is missing.
+    """
+    given = OmegaConf.create(dict(DEFAULT_OPTIMIZER if component is None else component))
+    if "_component_" not in given:
+        raise ValueError("optimizer has no _component_; for example optimizer: {_component_: torch.optim.AdamW}")
+    given.pop("lr", None)
+    given.pop("weight_decay", None)
+    return config.instantiate(given, groups)

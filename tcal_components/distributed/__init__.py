@@ -1,0 +1,21 @@
+"""Processes, sharding and the check of the machine at start-up."""
+
+from tcal_components.distributed.parallel import (
+    ParallelContext,
+    gather_full_state_dict,
+    load_full_state_dict,
+    parallelize,
+    reshard,
+    setup_process_group,
+    to_storage_dtype,
+)
+
+__all__ = [
+    "ParallelContext",
+    "gather_full_state_dict",
+    "load_full_state_dict",
+    "parallelize",
+    "reshard",
+    "setup_process_group",
+    "to_storage_dtype",
+]

@@ -1,0 +1,114 @@
+"""Sizes of teachers and hybrids in closed form, so that an estimate can be printed before any weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from tcal_components.models._decoder import GdnConfig
+from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec, check_retained_layers
+
+GIB = 2**30
+
+
+def count_parameters(
+    spec: DecoderSpec, *, retained_layers: Iterable[int] | None = None, gdn: GdnConfig = None
+) -> tuple[int, int]:
+    """Counts the parameters of a teacher or hybrid without building it.
+
+    Args:
+        spec: Numbers of the teacher.
+        retained_layers: Layers that keep attention; None counts the teacher. Default: None.
+        gdn: Shape of the Gated DeltaNet layers. Default: None, the defaults of ``GatedDeltaNetSpec``.
+
+    Returns:
+        tuple[int, int]: All parameters (a tied head counts once), and those of the Gated DeltaNet layers among them.
+    """
+    embed, q_dim, kv_dim = spec.embed_dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = 2 * embed * q_dim + 2 * embed * kv_dim
+    attention += (q_dim + 2 * kv_dim) * spec.qkv_bias + 2 * spec.head_dim * spec.qk_norm
+    rest_of_layer = 3 * embed * spec.intermediate_dim + 2 * embed
+    heads = spec.vocab_size * embed * (1 if spec.tie_word_embeddings else 2)
+    converted = 0
+    if retained_layers is not None:
+        converted = spec.num_layers - len(check_retained_layers(retained_layers, spec.num_layers))
+    mixers = converted * _mixer_parameters(spec, GatedDeltaNetSpec.from_config(gdn))
+    total = heads + embed + spec.num_layers * rest_of_layer + (spec.num_layers - converted) * attention + mixers
+    return total, mixers
+
+
+def _mixer_parameters(spec: DecoderSpec, gdn: GatedDeltaNetSpec) -> int:
+    resolved = gdn.resolve(spec)
+    assert resolved.key_head_dim is not None and resolved.value_head_dim is not None
+    key_dim, value_dim = spec.num_heads * resolved.key_head_dim, spec.num_heads * resolved.value_head_dim
+    projections = spec.embed_dim * (2 * key_dim + 3 * value_dim + 2 * spec.num_heads)
+    return projections + gdn.conv_size * (2 * key_dim + value_dim) + 2 * spec.num_heads + resolved.value_head_dim
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of weights, gradients and optimizer state over all processes together; activations come on top.
+
+    Args:
+        teacher_parameters: Parameters of the teacher.
+        student_parameters: Parameters of the student.
+        mixer_parameters: Those of the student's Gated DeltaNet layers.
+        teacher_bytes: Weights of the teacher.
+        student_bytes: Weights of the student.
+        alignment_bytes: Gradients and Adam moments while only the Gated DeltaNet layers are trained, float32.
+        distillation_bytes: Gradients and Adam moments while the whole student is trained, in the student's type.
+    """
+
+    teacher_parameters: int
+    student_parameters: int
+    mixer_parameters: int
+    teacher_bytes: int
+    student_bytes: int
+    alignment_bytes: int
+    distillation_bytes: int
+
+    def summary(self) -> str:
+        """Returns the estimate as one line for the log."""
+        return (
+            f"weights: teacher {self.teacher_parameters / 1e6:,.1f} M parameters, {self.teacher_bytes / GIB:.2f} GiB; "
+            f"student {self.student_parameters / 1e6:,.1f} M ({self.mixer_parameters / 1e6:,.1f} M in Gated DeltaNet "
+            f"layers), {self.student_bytes / GIB:.2f} GiB; gradients and Adam state: alignment "
+            f"{self.alignment_bytes / GIB:.2f} GiB, distillation {self.distillation_bytes / GIB:.2f} GiB; "
+            "activations come on top"
+        )
+
+
+def estimate_memory(
+    spec: DecoderSpec,
+    *,
+    retained_layers: Iterable[int],
+    gdn: GdnConfig = None,
+    teacher_dtype: torch.dtype = torch.bfloat16,
+    student_dtype: torch.dtype = torch.float32,
+) -> MemoryEstimate:
+    """Estimates what teacher and student occupy, from the numbers alone.
+
+    Args:
+        spec: Numbers of the teacher.
+        retained_layers: Layers that keep attention.
+        gdn: Shape of the Gated DeltaNet layers. Default: None, the defaults of ``GatedDeltaNetSpec``.
+        teacher_dtype: Type of the teacher's weights. Default: bfloat16.
+        student_dtype: Type of the student's weights, gradients and Adam moments. Default: float32.
+
+    Returns:
+        MemoryEstimate: The parts in bytes.
+    """
+    teacher, _ = count_parameters(spec)
+    student, mixers = count_parameters(spec, retained_layers=retained_layers, gdn=gdn)
+    gradient_and_moments = 3
+    return MemoryEstimate(
+        teacher_parameters=teacher,
+        student_parameters=student,
+        mixer_parameters=mixers,
+        teacher_bytes=teacher * teacher_dtype.itemsize,
+        student_bytes=student * student_dtype.itemsize,
+        alignment_bytes=gradient_and_moments * mixers * torch.float32.itemsize,
+        distillation_bytes=gradient_and_moments * student * student_dtype.itemsize,
+    )

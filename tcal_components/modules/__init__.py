@@ -1,0 +1,1 @@
+"""Modules: the Gated DeltaNet mixer, the attention of the retained layers and the hybrid decoder."""

@@ -1,0 +1,27 @@
+"""RMSNorm computed in float32 whatever the type of its scale."""
+
+import torch
+import torch.nn.functional as F
+from torchtune import modules
+
+
+class RMSNorm(modules.RMSNorm):
+    """torchtune's RMSNorm with the scale upcast too.
+
+    torchtune 0.6.1 upcasts only the input: with a bfloat16 scale torch then leaves its fused kernel and warns.
+
+    Args:
+        dim: Size of the last dimension.
+        eps: Added to the mean square.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises the last dimension.
+
+        Args:
+            x: Any shape [..., dim].
+
+        Returns:
+            torch.Tensor: Same shape and type as ``x``.
+        """
+        return F.rms_norm(x.float(), self.normalized_shape, self.scale.float(), self.eps).to(x.dtype)

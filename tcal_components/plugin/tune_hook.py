@@ -1,0 +1,117 @@
+"""Makes ``tune ls``, ``cp``, ``validate`` and ``run`` see this project's recipes and configs.
+
+torchtune 0.6.1 has a closed list of recipes, and its own top-level package ``recipes`` raises on import, so a recipe that
+lies in a folder of that name can never be started by ``tune run`` with one process. A ``.pth`` file of the wheel calls
+:func:`install` at interpreter start; it registers a finder that waits for two of torchtune's modules and does nothing
+else. This module is loaded by every interpreter of the environment: standard library only, and quick.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_RECIPES = "recipes"
+_CONFIGS = "configs"
+
+
+def packaged(folder: str) -> Path:
+    """Folder of the recipes or configs that belong to the installed package.
+
+    Args:
+        folder: ``"recipes"`` or ``"configs"``.
+
+    Returns:
+        Absolute path: ``tcal_components/_recipes`` in a wheel, the repository's own folder in an editable install.
+    """
+    package = Path(__file__).resolve().parent.parent
+    inside = package / f"_{folder}"
+    return inside if inside.is_dir() else package.parent / folder
+
+
+def _files(folder: str, suffix: str) -> dict[str, Path]:
+    """Recipes or configs by name (``recipes/NAME`` / ``configs/NAME.yaml``); a file of the user's own folder wins."""
+    found: dict[str, Path] = {}
+    for base in (packaged(folder), Path.cwd() / folder):
+        for path in sorted(base.glob(f"*{suffix}")):
+            name = path.stem if suffix == ".py" else path.name
+            found[f"{folder}/{name}"] = path.absolute()
+    return found
+
+
+def register(registry: ModuleType) -> None:
+    """Append the recipes to torchtune's registry.
+
+    An absolute ``file_path`` survives ``ROOT / "recipes" / file_path``, which is how every command resolves it.
+
+    Args:
+        registry: the freshly imported module ``torchtune._recipe_registry``.
+    """
+    configs = [registry.Config(name=name, file_path=str(path)) for name, path in _files(_CONFIGS, ".yaml").items()]
+    own = {path.stem for path in packaged(_RECIPES).glob("*.py")}
+    for name, path in _files(_RECIPES, ".py").items():
+        listed = configs if Path(name).name in own else []
+        registry._ALL_RECIPES.append(
+            registry.Recipe(name=name, file_path=str(path), configs=listed, supports_distributed=True)
+        )
+        # `tune run recipes/NAME.py` is what tab completion writes.
+        registry._ALL_RECIPES.append(
+            registry.Recipe(name=f"{name}.py", file_path=str(path), configs=[], supports_distributed=True)
+        )
+
+
+def accept_names(validate: ModuleType) -> None:
+    """Let ``tune validate`` take the names that ``tune ls`` prints; 0.6.1 takes paths alone.
+
+    Args:
+        validate: the freshly imported module ``torchtune._cli.validate``.
+    """
+    original = validate.Validate._validate_cmd
+
+    def _validate_cmd(self: Any, args: Any) -> None:
+        if not os.path.exists(args.config):
+            args.config = _files(_CONFIGS, ".yaml").get(str(args.config), args.config)
+        original(self, args)
+
+    validate.Validate._validate_cmd = _validate_cmd
+
+
+_HOOKS: dict[str, Callable[[ModuleType], None]] = {
+    "torchtune._recipe_registry": register,
+    "torchtune._cli.validate": accept_names,
+}
+
+
+class _Finder:
+    """Meta-path finder that runs a hook after one of the awaited modules was executed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        hook = _HOOKS.get(name)
+        if hook is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            try:
+                hook(module)
+            except Exception as error:  # noqa: BLE001 - whatever changed in torchtune, its command line must survive
+                print(f"tcal: {name} could not be extended: {error!r}", file=sys.stderr)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Put the finder in front, once."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]

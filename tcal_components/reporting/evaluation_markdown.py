@@ -1,0 +1,128 @@
+"""Tables of the ``evaluation`` section of a report: models side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tcal_components.reporting._format import short_number, table
+
+
+def _models_of(evaluation: Mapping[str, Any], section: str) -> list[str]:
+    """Names of the models in ``section``, in the order in which they were evaluated."""
+    present = evaluation.get(section) or {}
+    order = list(evaluation.get("models") or {})
+    return [name for name in order if name in present] + [name for name in present if name not in order]
+
+
+def _perplexity(evaluation: Mapping[str, Any]) -> str:
+    names = _models_of(evaluation, "perplexity")
+    if not names:
+        return ""
+    results = evaluation["perplexity"]
+    base = results[names[0]]["perplexity"]
+    rows = [
+        (
+            name,
+            results[name]["perplexity"],
+            f"{results[name]['perplexity'] / base:.3f}x",
+            f"{results[name]['tokens']:,}",
+        )
+        for name in names
+        if results[name]["perplexity"] is not None
+    ]
+    text = table(("model", "perplexity", f"ratio to {names[0]}", "tokens"), rows)
+    buckets = [bucket for bucket in results[names[0]].get("by_position") or [] if bucket["tokens"]]
+    if buckets:
+        spans = [f"{bucket['from']}-{bucket['to'] - 1}" for bucket in buckets]
+        by_position = [
+            (name, *(b["perplexity"] for b in results[name].get("by_position") or [] if b["tokens"])) for name in names
+        ]
+        text += "\n\nBy position in the document:\n\n" + table(("model", *spans), by_position)
+    return text
+
+
+def _by_context(evaluation: Mapping[str, Any]) -> str:
+    names = _models_of(evaluation, "perplexity_by_context")
+    if not names:
+        return ""
+    results = evaluation["perplexity_by_context"]
+    lengths = sorted({int(length) for name in names for length in results[name]})
+    rows = [(name, *(results[name].get(str(length)) for length in lengths)) for name in names]
+    note = "The same tokens are scored in every column; only the text before them grows.\n\n"
+    return note + table(("model", *(f"{length} tokens" for length in lengths)), rows)
+
+
+def _retrieval(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    distances = sorted({row["distance"] for row in rows})
+    groups: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["task"], row["model"]), {})[row["distance"]] = row
+    body = []
+    for (task, model), cells in groups.items():
+        chance = next(iter(cells.values()))["chance"]
+        accuracy = [f"{100 * cells[d]['accuracy']:.1f} %" if d in cells else None for d in distances]
+        body.append((task, model, *accuracy, f"{100 * chance:.2g} %"))
+    note = "Share of answer tokens that the model predicts, by distance in tokens between question and answer.\n\n"
+    return note + table(("task", "model", *(str(distance) for distance in distances), "chance"), body)
+
+
+def _agreement(evaluation: Mapping[str, Any]) -> str:
+    results = evaluation.get("agreement") or {}
+    if not results:
+        return ""
+    rows = []
+    for name, row in results.items():
+        worst_layer, worst = max(row["layers"].items(), key=lambda item: item[1] or 0)
+        rows.append((name, f"{100 * row['top1']:.1f} %", row["kl"], f"{short_number(worst)} (layer {worst_layer})"))
+    return table(("student", "same top token as teacher", "KL (nats a token)", "largest hidden-state error"), rows)
+
+
+def _bytes(value: float | None) -> str | None:
+    if value is None:
+        return None
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= limit:
+            return f"{value / limit:.4g} {unit}"
+    return f"{value:.0f} B"
+
+
+def _speed(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    body = [
+        (
+            row["context"],
+            row["model"],
+            row["prefill_tokens_per_second"],
+            row["decode_tokens_per_second"],
+            _bytes(row["cache_bytes"]),
+            _bytes(row["cache_bytes_theory"]),
+        )
+        for row in sorted(rows, key=lambda row: row["context"])
+    ]
+    batch = rows[0].get("batch_size", 1)
+    header = ("context", "model", "prefill (tokens/s)", "decode (tokens/s)", "cache, measured", "cache, theory")
+    return f"Batch {batch}, {rows[0].get('dtype', '')}.\n\n" + table(header, body)
+
+
+def _lm_eval(evaluation: Mapping[str, Any]) -> str:
+    results = evaluation.get("lm_eval") or {}
+    names = _models_of(evaluation, "lm_eval")
+    metrics = list(dict.fromkeys((t, m) for name in names for t, values in results[name].items() for m in values))
+    rows = [(task, metric, *(results[name].get(task, {}).get(metric) for name in names)) for task, metric in metrics]
+    return table(("task", "metric", *names), rows) if rows else ""
+
+
+def evaluation_sections(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """``(title, body)`` of every table that ``evaluation`` has numbers for; an empty body where it has none."""
+    return [
+        ("Perplexity side by side", _perplexity(evaluation)),
+        ("Perplexity by context length", _by_context(evaluation)),
+        ("Retrieval by distance", _retrieval(evaluation.get("retrieval") or [])),
+        ("Agreement with the teacher", _agreement(evaluation)),
+        ("Speed and cache", _speed(evaluation.get("speed") or [])),
+        ("lm-eval", _lm_eval(evaluation)),
+    ]

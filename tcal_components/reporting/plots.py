@@ -1,0 +1,228 @@
+"""Plots of a report, as PNG files beside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tcal_components.reporting._canvas import DARK, LIGHT, MID, SERIES, TEACHER, figure, layer_ticks, log_axis
+from tcal_components.reporting._format import short_number, short_tokens
+from tcal_components.reporting.evaluation_plots import EVALUATION_PLOTS
+
+_log = logging.getLogger(__name__)
+
+STAGE_NAMES = {
+    "naive": "naive copy",
+    "analytic": "initialized\n(no gradient)",
+    "aligned": "aligned",
+    "distilled": "distilled",
+}
+
+
+def _alignment_error(axis: Any, errors: Mapping[str, Mapping[str, float | None]]) -> None:
+    layers = sorted(int(layer) for layer in errors)
+    first = [errors[str(layer)].get("first") for layer in layers]
+    last = [errors[str(layer)].get("last") for layer in layers]
+    for layer, begin, end in zip(layers, first, last):
+        if begin is not None and end is not None:
+            axis.plot([layer, layer], [begin, end], color="#bbbbbb", linewidth=1.2, zorder=1)
+    for values, label, face in ((first, "before alignment", "white"), (last, "after alignment", DARK)):
+        points = [(layer, value) for layer, value in zip(layers, values) if value is not None]
+        if points:
+            x, y = zip(*points)
+            edge = MID if face == "white" else DARK
+            axis.scatter(x, y, s=34, facecolor=face, edgecolor=edge, linewidth=1.6, label=label, zorder=2)
+    axis.set_ylim(bottom=0)
+    top = axis.get_ylim()[1]
+    axis.set_ylim(0, top * 1.18)  # room for the legend above the points
+    layer_ticks(axis, layers)
+    axis.set_ylabel("relative error, held out")
+    axis.set_title("Alignment error by converted layer")
+    axis.legend(loc="upper center", ncols=2)
+
+
+def _perplexity(axis: Any, report: Mapping[str, Any]) -> None:
+    values = [(name, report["perplexity"].get(name)) for name in STAGE_NAMES]
+    values = [(name, value) for name, value in values if value]
+    teacher = (report.get("teacher") or {}).get("perplexity")
+    everything = [value for _, value in values] + ([teacher] if teacher else [])
+    low, high = min(everything), max(everything)
+    shades = {"naive": "#c9c9c9", "analytic": LIGHT, "aligned": MID, "distilled": DARK}
+    log_axis(axis, low / 1.8, high * max(2.0, (high / low) ** 0.16))
+    bars = axis.bar(
+        [STAGE_NAMES[name] for name, _ in values],
+        [value for _, value in values],
+        color=[shades[name] for name, _ in values],
+        edgecolor="#333333",
+        linewidth=0.8,
+        width=0.62,
+    )
+    for bar, (_, value) in zip(bars, values):
+        axis.text(bar.get_x() + bar.get_width() / 2, value * 1.04, short_number(value), ha="center", va="bottom")
+    if teacher:
+        label = f"teacher: {short_number(teacher)}"
+        axis.axhline(teacher, color=TEACHER, linestyle="--", linewidth=1.3, label=label)
+        axis.legend(loc="upper right")
+    axis.grid(False, axis="x")
+    axis.set_ylabel("held-out perplexity (log scale)")
+    axis.set_title("Perplexity after each stage")
+
+
+def plot_report(report: Mapping[str, Any], path: Path) -> bool:
+    """Alignment error by layer and perplexity by stage; ``False`` (nothing drawn) when the report has neither."""
+    errors = report.get("alignment_error") or {}
+    panels: list[Callable[[Any], None]] = []
+    if any(value is not None for row in errors.values() for value in row.values()):
+        panels.append(lambda axis: _alignment_error(axis, errors))
+    if any(report["perplexity"].values()):
+        panels.append(lambda axis: _perplexity(axis, report))
+    if not panels:
+        return False
+    with figure(len(panels), path=path) as (_, axes):
+        for panel, axis in zip(panels, axes):
+            panel(axis)
+    return True
+
+
+def _heads(value: Any) -> list[float]:
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if item is not None]
+
+
+def _before_after(axis: Any, rows: Mapping[str, Mapping[str, Any]], before: str, after: str) -> bool:
+    """One point a head, two columns a layer: initialized (open, left) and trained (filled, right)."""
+    layers = sorted(int(layer) for layer in rows)
+    drawn = False
+    for key, shift, face, edge, label in (
+        (before, -0.17, "white", MID, "initialized"),
+        (after, 0.17, DARK, DARK, "after training"),
+    ):
+        points = [(layer + shift, value) for layer in layers for value in _heads(rows[str(layer)].get(key))]
+        if points:
+            x, y = zip(*points)
+            axis.scatter(x, y, s=16, facecolor=face, edgecolor=edge, linewidth=1.0, label=label)
+            drawn = True
+    layer_ticks(axis, layers)
+    return drawn
+
+
+def _legend_above(axis: Any) -> None:
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+
+
+def plot_half_life(report: Mapping[str, Any], path: Path) -> bool:
+    """Half-life of the state by layer and head, before and after training."""
+    rows = report.get("half_life") or {}
+    if not rows:
+        return False
+    with figure(1, width=8.0, path=path) as (_, (axis,)):
+        axis.set_yscale("log")
+        _before_after(axis, rows, "before", "after")
+        axis.yaxis.set_major_formatter(lambda value, _: short_number(value))
+        axis.set_ylabel("half-life (tokens, log scale)")
+        axis.set_title("Half-life of the state: one point a head", pad=26)
+        _legend_above(axis)
+    return True
+
+
+def plot_gates(report: Mapping[str, Any], path: Path) -> bool:
+    """Write gate and output gate by layer and head, before and after training."""
+    rows = report.get("gates") or {}
+    panels = [
+        (key, title)
+        for key, title in (("write", "Write gate, mean beta"), ("output", "Output gate, mean |silu(g)|"))
+        if any(f"{key}_{when}" in row for row in rows.values() for when in ("before", "after"))
+    ]
+    if not panels:
+        return False
+    with figure(len(panels), width=6.0, path=path) as (_, axes):
+        for axis, (key, title) in zip(axes, panels):
+            _before_after(axis, rows, f"{key}_before", f"{key}_after")
+            axis.set_ylim(*((0, 1) if key == "write" else (0, axis.get_ylim()[1] * 1.05)))
+            axis.set_ylabel(title + (" (0 shut, 1 open)" if key == "write" else ""))
+            _legend_above(axis)
+    return True
+
+
+def plot_recovery(report: Mapping[str, Any], path: Path) -> bool:
+    """Perplexity against all tokens spent; ``recovery_curve`` holds rows, or one list of rows a name."""
+    curves = report.get("recovery_curve") or {}
+    if isinstance(curves, list):
+        curves = {"student": curves}
+    curves = {
+        name: [(row["tokens"], row["perplexity"]) for row in rows if row["tokens"] and row["perplexity"]]
+        for name, rows in curves.items()
+    }
+    curves = {name: points for name, points in curves.items() if points}
+    if not curves:
+        return False
+    teacher = (report.get("teacher") or {}).get("perplexity")
+    values = [y for points in curves.values() for _, y in points] + ([teacher] if teacher else [])
+    with figure(1, width=8.0, path=path) as (_, (axis,)):
+        for (name, points), (colour, line, marker) in zip(curves.items(), SERIES * (1 + len(curves) // len(SERIES))):
+            x, y = zip(*points)
+            axis.plot(x, y, color=colour, linestyle=line, marker=marker, markersize=4.5, label=name)
+        if teacher:
+            label = f"teacher: {short_number(teacher)}"
+            axis.axhline(teacher, color=TEACHER, linestyle="--", linewidth=1.3, label=label)
+        axis.set_xscale("log")
+        log_axis(axis, min(values) / 1.12, max(values) * 1.15)
+        axis.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
+        axis.xaxis.set_minor_formatter(lambda value, _: "")
+        axis.set_xlabel("tokens spent: calibration + alignment + distillation (log scale)")
+        axis.set_ylabel("held-out perplexity (log scale)")
+        axis.set_title("Recovery")
+        axis.legend(loc="upper right")
+    return True
+
+
+def plot_resources(report: Mapping[str, Any], path: Path) -> bool:
+    """Time and peak memory of each stage."""
+    memory_label = "peak memory (GiB)"
+    tables = (("seconds", "time (s)"), ("peak_memory_gib", memory_label))
+    panels = [
+        (label, {stage: value for stage, value in report[key].items() if value is not None}) for key, label in tables
+    ]
+    panels = [(label, rows) for label, rows in panels if rows]
+    if not panels:
+        return False
+    with figure(len(panels), width=5.0, height=3.0, path=path) as (_, axes):
+        for axis, (label, rows) in zip(axes, panels):
+            names = list(rows)[::-1]  # the first stage on top
+            bars = axis.barh(names, [rows[name] for name in names], color=DARK if label == memory_label else MID)
+            axis.bar_label(bars, [short_number(rows[name]) for name in names], padding=3)
+            axis.set_xlim(0, max(max(rows.values()), 1e-9) * 1.2)
+            axis.set_xlabel(label)
+            axis.grid(False, axis="y")
+    return True
+
+
+PLOTS: tuple[tuple[str, str, Callable[[Mapping[str, Any], Path], bool]], ...] = (
+    ("report.png", "Alignment error by layer and perplexity by stage", plot_report),
+    ("recovery.png", "Perplexity against all tokens spent", plot_recovery),
+    ("half_life.png", "Half-life by layer and head", plot_half_life),
+    ("gates.png", "Gate openness by layer and head", plot_gates),
+    ("resources.png", "Time and memory by stage", plot_resources),
+)
+
+
+def write_plots(report: Mapping[str, Any], output_dir: str | Path) -> list[tuple[str, str]]:
+    """Draws every plot that the report has numbers for.
+
+    Returns:
+        ``(file name, caption)`` of each file written; empty, with a line in the log, when matplotlib is missing.
+    """
+    output_dir = Path(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        _log.warning("no plots: matplotlib is not installed (pip install matplotlib)")
+        return []
+    written = []
+    for name, caption, draw in PLOTS + EVALUATION_PLOTS:
+        if draw(report, output_dir / name):
+            written.append((name, caption))
+    return written

@@ -1,0 +1,257 @@
+"""What every recipe sets up in the same way: the checked config, the processes, the text and the teacher.
+
+Everything that can be wrong with a config is found in the constructor, before a weight is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from torchtune import config as torchtune_config
+from torchtune import training, utils
+
+from tcal_components.calibration.selection import RetainConfig, resolve_retained
+from tcal_components.checkpoint.artifacts import parse_dtype
+from tcal_components.checkpoint.fingerprint import folder_fingerprint
+from tcal_components.config import ConfigError, check_component, check_keys, resolve_assets, section
+from tcal_components.data import BatchStream, PackedTextDataset, assert_disjoint, prepare_batch
+from tcal_components.distributed import ParallelContext, load_full_state_dict, parallelize, to_storage_dtype
+from tcal_components.evaluation.perplexity import evaluation_batches, perplexity
+from tcal_components.models.memory import estimate_memory
+from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
+from tcal_components.modules.conversion import build_mixers, converted, load_mixers
+from tcal_components.modules.hybrid_decoder import HybridDecoder
+
+log = utils.get_logger("INFO")
+
+COMPONENTS = (
+    "tokenizer",
+    "teacher_checkpointer",
+    "teacher_model",
+    "model",
+    "calibration_dataset",
+    "dataset",
+    "validation_dataset",
+)
+COMMON_KEYS = (*COMPONENTS, "output_dir", "seed", "device", "dtype", "retain", "parallel", "validation_batch_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """The config section ``parallel``: how weights are spread over processes.
+
+    Args:
+        dp_replicate: groups of processes that each hold a whole, sharded copy (HSDP); 1 shards over all of them.
+        reshard_after_forward: free a layer's gathered weights between forward and backward: less memory, more traffic.
+        cpu_offload: keep sharded weights and optimizer state in host memory; slow, needs several processes.
+    """
+
+    dp_replicate: int = 1
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+
+
+class Workbench:
+    """Config, processes, text and teacher of a run.
+
+    Args:
+        cfg: the recipe's config; ``asset:`` paths are resolved in place.
+        extra_keys: top-level keys that the recipe reads besides ``COMMON_KEYS``.
+        extra_components: those of them that are ``_component_`` sections.
+        needs_student: whether ``model`` and ``retain`` are read.
+
+    Attributes:
+        cfg: the config.
+        ctx: processes, device and compute dtype.
+        spec: shape of the teacher.
+        gdn: shape of the mixers, sizes filled in.
+        retained, converted: layer indices.
+        data: packed datasets by role: ``calibration``, ``heldout``, ``training``, ``evaluation``.
+
+    Raises:
+        ValueError: a mistake in the config, in one line.
+        FileNotFoundError: a file or folder that is not there.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        *,
+        extra_keys: Sequence[str] = (),
+        extra_components: Sequence[str] = (),
+        heldout_tokens: int = 8192,
+    ) -> None:
+        check_keys(dict.fromkeys(cfg), [*COMMON_KEYS, *extra_keys, *extra_components], "the config")
+        for key in COMPONENTS:
+            if cfg.get(key) is None:
+                raise ConfigError(f"the config has no {key}")
+        for key in (*COMPONENTS, *extra_components):
+            if cfg.get(key) is not None:
+                check_component(cfg[key], key)
+        if not isinstance(cfg.get("output_dir"), str):
+            raise ConfigError("the config has no output_dir")
+        self.cfg = resolve_assets(cfg)
+        self.seed = int(cfg.get("seed", 0))
+        self.output_dir = Path(cfg.output_dir)
+        self.parallel = section(ParallelConfig, cfg.get("parallel"), "parallel")
+
+        checkpointer = torchtune_config.instantiate(cfg.teacher_checkpointer)
+        self.teacher_checkpointer = checkpointer
+        self.spec: DecoderSpec = checkpointer.spec
+        with torch.device("meta"):
+            teacher = torchtune_config.instantiate(cfg.teacher_model)
+        self._check_family(teacher)
+        self.retained = resolve_retained(section(RetainConfig, cfg.get("retain"), "retain"), self.spec.num_layers)
+        self.converted = tuple(i for i in range(self.spec.num_layers) if i not in self.retained)
+        self.gdn = GatedDeltaNetSpec.from_config(cfg.model.get("gdn")).resolve(self.spec)
+
+        dtype = parse_dtype(cfg.get("dtype", "fp32"), "dtype")
+        self.ctx = ParallelContext.create(
+            cfg.get("device", "cpu"), dtype=dtype, dp_replicate=self.parallel.dp_replicate
+        )
+        training.set_seed(seed=self.seed)
+        self.tokenizer = torchtune_config.instantiate(cfg.tokenizer)
+        if self.tokenizer.vocab_size > self.spec.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens, the teacher's vocabulary {self.spec.vocab_size}"
+            )
+        self.data = self._datasets(heldout_tokens)
+        self.teacher_fingerprint = folder_fingerprint(checkpointer.checkpoint_dir)
+
+    def _check_family(self, teacher: HybridDecoder) -> None:
+        """A builder of another model than the checkpoint's is a mistake that shows only as garbage."""
+        ours, theirs = dataclasses.asdict(teacher.spec), dataclasses.asdict(self.spec)
+        for key in ours:
+            if key != "max_seq_len" and ours[key] != theirs[key]:
+                raise ConfigError(
+                    f"teacher_model {self.cfg.teacher_model['_component_']} has {key} {ours[key]}, but the checkpoint "
+                    f"{self.teacher_checkpointer.checkpoint_dir} has {theirs[key]}"
+                )
+
+    def _datasets(self, heldout_tokens: int) -> dict[str, PackedTextDataset]:
+        cfg = self.cfg
+        data = {"calibration": torchtune_config.instantiate(cfg.calibration_dataset, self.tokenizer)}
+        skip = int(cfg.calibration_dataset.get("skip_tokens", 0)) + data["calibration"].num_tokens
+        # The text on which alignment is judged: neither fitted nor the final evaluation's.
+        data["heldout"] = torchtune_config.instantiate(
+            cfg.calibration_dataset, self.tokenizer, skip_tokens=skip, max_tokens=heldout_tokens
+        )
+        data["training"] = torchtune_config.instantiate(cfg.dataset, self.tokenizer)
+        data["evaluation"] = torchtune_config.instantiate(cfg.validation_dataset, self.tokenizer)
+        longest = max(dataset.seq_len for dataset in data.values())
+        if longest > self.spec.max_seq_len:
+            raise ConfigError(
+                f"seq_len {longest} is longer than the teacher's longest position, {self.spec.max_seq_len}"
+            )
+        assert_disjoint(data)
+        return data
+
+    def provenance(self) -> dict[str, dict[str, Any]]:
+        """The report's section ``data``: where each part of the text came from."""
+        return {
+            role: {"source": d.sources.get("path"), "seq_len": d.seq_len, "padding_fraction": d.padding_fraction}
+            | {key: d.sources.get(key) for key in ("documents", "tokens", "sha256")}
+            for role, d in self.data.items()
+        }
+
+    def data_fingerprint(self, role: str) -> list[Any]:
+        """What identifies a part of the text: its tokens and how they are cut."""
+        return [self.data[role].sources["sha256"], self.data[role].seq_len]
+
+    def log(self, text: str) -> None:
+        """A line in the log, of the first process."""
+        if self.ctx.is_first:
+            log.info(text)
+
+    def load_teacher(self) -> HybridDecoder:
+        """The teacher: read once, spread over the processes, frozen, in evaluation mode.
+
+        Returns:
+            HybridDecoder: in the compute dtype on this process's device.
+        """
+        self.log(estimate_memory(self.spec, retained_layers=self.retained, gdn=self.gdn).summary())
+        weights = self.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY] if self.ctx.is_first else {}
+        with torch.device("meta"):
+            teacher = torchtune_config.instantiate(self.cfg.teacher_model)
+        to_storage_dtype(teacher, self.ctx.dtype)
+        teacher = parallelize(
+            teacher,
+            ctx=self.ctx,
+            cpu_offload=self.parallel.cpu_offload,
+            reshard_after_forward=self.parallel.reshard_after_forward,
+        )
+        load_full_state_dict(teacher, weights, ctx=self.ctx, cpu_offload=self.parallel.cpu_offload)
+        return teacher.eval().requires_grad_(False)
+
+    def mixers(self, weights: Mapping[str, Tensor] | None = None) -> nn.ModuleDict:
+        """Mixers of the converted layers on this device, float32.
+
+        Args:
+            weights: ``layers.{i}.attn.{name}``; None leaves library defaults.
+
+        Returns:
+            ModuleDict by layer index.
+        """
+        mixers = build_mixers(self.spec, self.gdn, self.converted, device=self.ctx.device)
+        return mixers if weights is None else load_mixers(mixers, weights)
+
+    def calibration_batches(self, batch_size: int, role: str = "calibration") -> Iterator[dict[str, Any]]:
+        """Prepared batches over all of a dataset, in order, this process's part.
+
+        Args:
+            batch_size: sequences a batch over all processes.
+            role: which part of the text.
+
+        Yields:
+            Arguments of the model's forward, and labels.
+        """
+        batches = evaluation_batches(
+            self.data[role], batch_size=batch_size, rank=self.ctx.rank, world_size=self.ctx.world_size
+        )
+        for batch in batches:
+            yield prepare_batch(batch, self.ctx.device)
+
+    def stream(self, dataset: PackedTextDataset, batch_size: int, *, seed: int) -> BatchStream:
+        """Endless shuffled batches, this process's part, on the CPU."""
+        return BatchStream(
+            dataset, batch_size=batch_size, seed=seed, rank=self.ctx.rank, world_size=self.ctx.world_size
+        )
+
+    def training_data(self, seq_len: int, max_tokens: int | None) -> PackedTextDataset:
+        """Training text cut to another sequence length."""
+        return torchtune_config.instantiate(
+            self.cfg.dataset,
+            self.tokenizer,
+            seq_len=seq_len,
+            **({} if max_tokens is None else {"max_tokens": max_tokens}),
+        )
+
+    def perplexity(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None, label: str = "") -> float:
+        """Perplexity on the evaluation text.
+
+        Args:
+            model: teacher or student.
+            weights: measure the teacher with these mixers in its converted layers.
+            label: for the progress bar.
+
+        Returns:
+            float: all processes together.
+        """
+        size = int(self.cfg.get("validation_batch_size", 8))
+        autocast = self.ctx.dtype if self.ctx.dtype != torch.float32 else None
+        options = {"batch_size": size, "autocast_dtype": autocast, "progress": f"perplexity {label}".strip()}
+        options["device"] = self.ctx.device
+        if weights is None:
+            return perplexity(model, self.data["evaluation"], **options).perplexity
+        with converted(model, self.mixers(weights).requires_grad_(False)) as student:
+            return perplexity(student, self.data["evaluation"], **options).perplexity
+
+    def container(self) -> dict[str, Any]:
+        """The resolved config as plain containers."""
+        return OmegaConf.to_container(self.cfg, resolve=True)  # type: ignore[return-value]

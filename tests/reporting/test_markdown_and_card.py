@@ -1,0 +1,81 @@
+"""report.md and the model card: the numbers are there, the metadata is YAML."""
+
+import re
+
+import pytest
+import yaml
+
+from tcal_components.reporting import Report, render_markdown, render_model_card, write_model_card
+
+
+def test_markdown_holds_the_numbers_and_their_ratios(report):
+    text = render_markdown(report.data, plots=[("report.png", "the plot")])
+    assert "![the plot](report.png)" in text
+    for number in ("14 355", "143.2", "18.41", "12.87", "11.64"):
+        assert number in text
+    assert f"**{12.87 / 11.64:.4g}x** the teacher's" in text
+    assert "**1 115x** better than the naive copy" in text  # 14355 / 12.87
+    assert "| after alignment | 18.41 | 1.582x | 779.7x | 885 k |" in text
+    assert "worst 0.25 (layer 5)" in text
+    assert "134,515,008" in text and "150,123,456" in text
+    assert "3.25e-05" in text and "qwen3_5_text" in text and "rotary positions" in text and "corpus/train" in text
+    assert "`" + report["config_sha256"][:12] + "`" in text
+
+
+def test_markdown_holds_the_evaluation(report):
+    text = render_markdown(report.data)
+    assert "| hybrid | 12.87 | 1.106x | 1,234 |" in text
+    assert "| model | 0-63 |" in text and "64-255" not in text  # an empty bucket is no column
+    assert "| copy | hybrid | 62.5 % | 62.5 % | 0.1 % |" in text
+    assert "| hybrid | 87.5 % | 0.0519 | 0.312 (layer 1) |" in text
+    assert "| 1024 | teacher | 4 321 | 87.5 | 3 MiB | 3 MiB |" in text
+    assert "| tcal_local | acc | 0.4375 | 0.4375 |" in text
+
+
+def test_tables_are_rectangular(report):
+    for block in re.findall(r"(?:^\|.*\n)+", render_markdown(report.data), flags=re.MULTILINE):
+        assert len({line.count("|") for line in block.splitlines()}) == 1, block
+
+
+def test_empty_report_renders(tmp_path, config):
+    text = render_markdown(Report(tmp_path, "r", config).data)
+    assert text.startswith("# Report of r") and "None" not in text and "## Perplexity" not in text
+
+
+def test_finish_writes_markdown_with_every_plot_it_names(report):
+    path = report.finish()
+    text = path.read_text()
+    names = re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)
+    assert "report.png" in names and len(names) >= 8
+    assert all((path.parent / name).stat().st_size > 5000 for name in names)
+
+
+def test_model_card_metadata_and_content(report, tmp_path):
+    text = render_model_card(
+        report.data,
+        name="smol-hybrid",
+        teacher='Some/Teacher: "instruct"',
+        license="Apache-2.0",
+        serving_notes=["transformers >= 5.2: run"],
+        limits=["English only"],
+    )
+    _, head, body = text.split("---\n", 2)
+    metadata = yaml.safe_load(head)
+    assert metadata["license"] == "apache-2.0" and metadata["base_model"] == 'Some/Teacher: "instruct"'
+    metric = metadata["model-index"][0]["results"][0]["metrics"][0]
+    assert metric == {"type": "perplexity", "value": pytest.approx(12.87)}
+    assert "4 of 6 attention layers" in body and "aligned layer by layer and distilled end to end" in body
+    assert "AutoModelForCausalLM.from_pretrained" in body and "trust_remote_code" not in body
+    for part in ("transformers >= 5.2: run", "English only", "12.87", "819,200", "corpus/train", "0, 4"):
+        assert part in body
+
+
+def test_model_card_replaces_the_teachers_card_and_claims_no_training_that_was_not(report, tmp_path):
+    (tmp_path / "README.md").write_text("the teacher's card")
+    report.update({"tokens": {"alignment": None, "distillation": None}, "export": {"format": "hf_custom"}})
+    path = write_model_card(report.data, tmp_path, teacher="t")
+    text = path.read_text()
+    assert "the teacher's card" not in text and f"# {tmp_path.name}" in text
+    assert "without training" in text and "aligned layer by layer" not in text
+    assert "trust_remote_code=True" in text
+    assert yaml.safe_load(text.split("---\n", 2)[1])["license"] == "other"

@@ -1,0 +1,79 @@
+"""Plots: files of the expected size with something on them, none where there is nothing to show."""
+
+import builtins
+import struct
+
+import numpy as np
+import pytest
+
+from tcal_components.reporting import Report, write_plots
+from tcal_components.reporting.plots import plot_recovery, plot_report
+
+
+def _size(path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", head[16:24])
+
+
+def test_every_plot_is_drawn_and_has_ink(report, tmp_path):
+    import matplotlib.image
+
+    written = dict(write_plots(report.data, tmp_path))
+    assert list(written) == [
+        "report.png",
+        "recovery.png",
+        "half_life.png",
+        "gates.png",
+        "resources.png",
+        "context.png",
+        "retrieval.png",
+        "agreement.png",
+        "speed.png",
+    ]
+    assert _size(tmp_path / "report.png") == (1620, 600)  # two panels of 5.4 x 4 inches at 150 dots an inch
+    assert _size(tmp_path / "half_life.png") == (1200, 600)
+    for name in written:
+        pixels = matplotlib.image.imread(tmp_path / name)[..., :3]
+        assert 0.005 < (pixels < 0.5).any(axis=-1).mean() < 0.5, name
+        # In grey, too, there is more than one tone beside the paper.
+        grey = (pixels @ np.array([0.299, 0.587, 0.114])).round(1)
+        assert len(np.unique(grey)) >= 4, name
+
+
+def test_nothing_to_show_writes_nothing(tmp_path, config):
+    assert write_plots(Report(tmp_path / "r", "r", config).data, tmp_path / "plots") == []
+    assert list((tmp_path / "plots").iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["alignment_error", "perplexity"])
+def test_one_panel_alone(report, tmp_path, missing):
+    report.data[missing] = {}
+    assert plot_report(report.data, tmp_path / "one.png")
+    assert _size(tmp_path / "one.png") == (810, 600)
+
+
+def test_naive_alone_without_teacher(report, tmp_path):
+    report.data["perplexity"] = {"naive": 10.0, "analytic": None, "aligned": None, "distilled": None}
+    report.data["teacher"]["perplexity"] = None
+    report.data["alignment_error"] = {"3": {"first": 0.5, "last": None}}
+    assert plot_report(report.data, tmp_path / "p.png")
+
+
+def test_named_recovery_curves(report, tmp_path):
+    rows = [{"tokens": 10, "perplexity": 100.0}, {"tokens": 1000, "perplexity": 20.0}]
+    report.data["recovery_curve"] = {f"start {index}": rows for index in range(7)}
+    assert plot_recovery(report.data, tmp_path / "p.png")
+
+
+def test_without_matplotlib_there_is_a_line_and_no_plot(report, tmp_path, monkeypatch, caplog):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert write_plots(report.data, tmp_path / "plots") == []
+    assert "pip install matplotlib" in caplog.text
