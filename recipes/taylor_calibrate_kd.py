@@ -1,8 +1,548 @@
+"""Turns a softmax Transformer into a hybrid of attention and Gated DeltaNet layers: measure, initialize, align, distill, export.
+
+    tune run recipes/taylor_calibrate_kd --config configs/quickstart.yaml
+    tune run --nproc_per_node 8 recipes/taylor_calibrate_kd --config configs/qwen3_8b.yaml
+
+Each stage reads files of the stages before it and writes its own below ``output_dir``. A stage whose output was made from
+the same inputs is not run again; a stage that was interrupted continues with ``resume_from_checkpoint=true``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
 import sys
-from torchtune import config
+from pathlib import Path
+from typing import Any
+
+import torch
 from omegaconf import DictConfig
-@config.parse
+from torch import Tensor
+from torchtune import config as torchtune_config
+from torchtune import training
+
+from tcal_components.calibration.alignment import AlignConfig, Aligner, align
+from tcal_components.calibration.diagnose import diagnose
+from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions, initialize_mixers
+from tcal_components.calibration.statistics import Statistics, measure
+from tcal_components.checkpoint.artifacts import parse_dtype, read_tensors, write_tensors
+from tcal_components.checkpoint.export import export_hybrid
+from tcal_components.checkpoint.export_config import ExportInfo, dropped_features, export_layout
+from tcal_components.checkpoint.fingerprint import fingerprint, stored_fingerprint
+from tcal_components.checkpoint.run_state import RunState
+from tcal_components.checkpoint.serving_notes import serving_notes
+from tcal_components.checkpoint.verify import verify_export
+from tcal_components.config import STAGES, ConfigError, check_stages, one_line_errors, section
+from tcal_components.distillation import DistillConfig, distill
+from tcal_components.distributed import gather_full_state_dict, load_full_state_dict, parallelize, to_storage_dtype
+from tcal_components.distributed.environment import startup_report
+from tcal_components.models.memory import count_parameters, estimate_memory
+from tcal_components.modules.conversion import student_state_dict
+from tcal_components.modules.hybrid_decoder import HybridDecoder
+from tcal_components.precision.float8 import apply_float8
+from tcal_components.reporting import Report, write_model_card
+from tcal_components.workbench import Workbench
+
+MIXER_FILE = "mixers.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasureConfig:
+    """Section ``measure``: sequences a batch over all processes, and queries a block (memory: heads x block x length)."""
+
+    batch_size: int = 8
+    query_block: int = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class StartConfig(InitializeOptions):
+    """Section ``initialize``: a strategy of the table and its numbers."""
+
+    strategy: str = "taylor"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Section ``export``: format, type of the weights, size of a shard, and tokens compared when it is reloaded."""
+
+    format: str = "qwen3_5_text"
+    dtype: str = "bf16"
+    max_shard_size: str = "5GB"
+    verify_tokens: int = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """Section ``precision``: type of the student's trained weights, and float8 for linear layers of student and teacher."""
+
+    master: str = "fp32"
+    student: str | None = None
+    teacher: str | None = None
+
+
+class TaylorCalibrateKD:
+    """The pipeline.
+
+    Args:
+        cfg: see ``configs/quickstart.yaml``.
+
+    Raises:
+        ValueError: a mistake in the config, before any weight is read.
+        FileNotFoundError: a file that is not there.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.stages = check_stages(cfg.get("stages"))
+        self.bench = bench = Workbench(
+            cfg,
+            extra_keys=(
+                "stages",
+                "resume_from_checkpoint",
+                "measure",
+                "initialize",
+                "align",
+                "distill",
+                "export",
+                "precision",
+                "keep_last_checkpoints",
+                "save_every",
+                "enable_activation_checkpointing",
+                "enable_activation_offloading",
+                "compile",
+            ),
+            extra_components=("optimizer", "kd_loss", "metric_logger"),
+        )
+        self.cfg, self.ctx, self.out = bench.cfg, bench.ctx, bench.output_dir
+        self.resume = bool(cfg.get("resume_from_checkpoint", False))
+        self.measure_config = section(MeasureConfig, cfg.get("measure"), "measure")
+        self.start = section(StartConfig, cfg.get("initialize"), "initialize")
+        self.align_config = section(AlignConfig, cfg.get("align"), "align")
+        self.precision = section(PrecisionConfig, cfg.get("precision"), "precision")
+        self.export_config = section(ExportConfig, cfg.get("export"), "export")
+        self.export_dtype = parse_dtype(self.export_config.dtype, "export.dtype")
+        self.master_dtype = parse_dtype(self.precision.master, "precision.master")
+        self.distill_config = section(
+            DistillConfig,
+            cfg.get("distill"),
+            "distill",
+            seq_len=bench.data["training"].seq_len,
+            optimizer=cfg.get("optimizer"),
+            activation_offloading=bool(cfg.get("enable_activation_offloading", False)),
+            seed=bench.seed,
+        )
+        if self.start.strategy not in STRATEGIES:
+            raise ConfigError(f"initialize.strategy is '{self.start.strategy}'; allowed: {', '.join(STRATEGIES)}")
+        if "export" in self.stages:
+            export_layout(
+                bench.spec,
+                gdn=bench.gdn,
+                retained_layers=bench.retained,
+                format=self.export_config.format,
+                dtype=self.export_dtype,
+            )
+        self._check_inputs()
+        self._check_machine()
+
+        self.report = Report(
+            self.out,
+            "taylor_calibrate_kd",
+            bench.container(),
+            device=self.ctx.device,
+            world_size=self.ctx.world_size,
+            rank=self.ctx.rank,
+            resume=True,
+        )
+        self.logger = (
+            torchtune_config.instantiate(cfg.metric_logger) if cfg.get("metric_logger") and self.ctx.is_first else None
+        )
+        self._teacher: HybridDecoder | None = None
+        self.exported: ExportInfo | None = None
+
+    # ------------------------------------------------------------------------------------------------ stage plumbing
+
+    def _fingerprints(self) -> dict[str, str]:
+        """What each stage's output is made from; a change anywhere upstream changes all that follows."""
+        bench = self.bench
+        measure_ = fingerprint(
+            bench.teacher_fingerprint,
+            bench.data_fingerprint("calibration"),
+            str(self.ctx.dtype),
+            self.precision.teacher,
+        )
+        start = fingerprint(
+            measure_,
+            bench.converted,
+            dataclasses.asdict(bench.gdn),
+            dataclasses.asdict(self.start),
+            bench.data_fingerprint("heldout"),
+            bench.seed,
+        )
+        aligned = fingerprint(start, dataclasses.asdict(self.align_config), bench.data_fingerprint("training"))
+        ready = aligned if self._uses_alignment() else start
+        loss = dict(self.cfg.kd_loss) if self.cfg.get("kd_loss") else None
+        distilled = fingerprint(
+            ready,
+            {**dataclasses.asdict(self.distill_config), "optimizer": dict(self.cfg.get("optimizer") or {})},
+            dataclasses.asdict(self.precision),
+            loss,
+        )
+        return {"measure": measure_, "initialize": start, "align": aligned, "distill": distilled}
+
+    def _path(self, stage: str) -> Path:
+        name = {"measure": "statistics.safetensors", "distill": "student.safetensors"}.get(stage, MIXER_FILE)
+        return self.out / stage / name
+
+    def _current(self, stage: str) -> bool:
+        """Whether the stage's output is there and made from what the config asks for."""
+        if stage == "measure":
+            path = self._path(stage)
+            return path.is_file() and Statistics.load(path).metadata.get("fingerprint") == self.prints[stage]
+        return stored_fingerprint(self._path(stage)) == self.prints[stage]
+
+    def _uses_alignment(self) -> bool:
+        return "align" in self.stages or ("initialize" not in self.stages and self._path("align").is_file())
+
+    def _check_inputs(self) -> None:
+        """A stage whose input neither exists nor is about to be made is a mistake in ``stages``."""
+        self.prints = self._fingerprints()
+        needs = {"initialize": "measure", "align": "initialize", "distill": "initialize", "export": "initialize"}
+        for stage, before in needs.items():
+            if stage in self.stages and before not in self.stages and not self._current(before):
+                raise ConfigError(
+                    f"stages has {stage}, but the output of {before} is not in {self.out} (or was made with other "
+                    f"settings); add {before} to stages"
+                )
+
+    def _check_machine(self) -> None:
+        """What would fail or mislead hours later: versions, kernels, memory."""
+        estimate = estimate_memory(
+            self.bench.spec,
+            retained_layers=self.bench.retained,
+            gdn=self.bench.gdn,
+            teacher_dtype=self.ctx.dtype,
+            student_dtype=self.master_dtype,
+        )
+        self.bench.log(estimate.summary())
+        needed = estimate.teacher_bytes
+        if "distill" in self.stages:
+            needed += estimate.student_bytes + estimate.distillation_bytes
+        found = startup_report(
+            self.ctx, needed_bytes=needed, float8="float8" in (self.precision.student, self.precision.teacher)
+        )
+        for fact in found.facts:
+            self.bench.log(fact)
+        found.raise_for_problems()
+
+    def _skip(self, stage: str) -> bool:
+        """Whether the stage can be left out, because its output and the report's numbers of it are there."""
+        done = self._current(stage) and self.report.finished(stage)
+        if done:
+            self.bench.log(f"{stage}: {self._path(stage)} is up to date, not run again")
+        return done
+
+    def _log_metrics(self, values: dict[str, float], step: int) -> None:
+        if self.logger is not None:
+            self.logger.log_dict(values, step)
+
+    def _write(self, stage: str, tensors: dict[str, Tensor]) -> None:
+        if self.ctx.is_first:
+            write_tensors(self._path(stage), tensors, fingerprint=self.prints[stage])
+        self.ctx.barrier()
+
+    @property
+    def teacher(self) -> HybridDecoder:
+        """The teacher, read when it is first needed."""
+        if self._teacher is None:
+            self._teacher = self.bench.load_teacher(float8=self.precision.teacher == "float8")
+        return self._teacher
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return self.ctx.dtype if self.ctx.dtype != torch.float32 else None
+
+    # ------------------------------------------------------------------------------------------------------- stages
+
+    def run(self) -> None:
+        """All stages of the config, and the report."""
+        bench = self.bench
+        with one_line_errors():  # a damaged checkpoint is the user's matter too
+            teacher = self.teacher
+        total, mixers = count_parameters(bench.spec, retained_layers=bench.retained, gdn=bench.gdn)
+        validation = fingerprint(bench.data_fingerprint("evaluation"))
+        if (self.report.data.get("data") or {}).get("evaluation_fingerprint") != validation:
+            for stage in STAGES:  # numbers on other text are not comparable
+                self.report.forget(stage)
+        self.report.update(
+            {
+                "teacher": {"family": bench.spec.family, "parameters": count_parameters(bench.spec)[0]},
+                "student": {
+                    "retained_layers": list(bench.retained),
+                    "converted_layers": list(bench.converted),
+                    "parameters": total,
+                    "mixer_parameters": mixers,
+                },
+                "data": {**bench.provenance(), "evaluation_fingerprint": validation},
+                "dropped": dropped_features(bench.spec),
+            }
+        )
+        self.report.update({"teacher": {"perplexity": bench.perplexity(teacher, label="teacher")}})
+        for stage in self.stages:
+            getattr(self, stage)()
+        self.report.finish()
+        if self.exported is not None:
+            self._model_card(self.exported)
+        bench.log(f"report: {self.out / 'report.md'}")
+        if self.logger is not None:
+            self.logger.close()
+
+    def measure(self) -> None:
+        """Statistics of the teacher's attention on the calibration text, all layers."""
+        if self._skip("measure"):
+            return
+        tokens = self.bench.data["calibration"].num_tokens
+        with self.report.stage("measure") as clock:
+            sums = measure(
+                self.teacher,
+                range(self.bench.spec.num_layers),
+                self.bench.calibration_batches(self.measure_config.batch_size),
+                block_size=self.measure_config.query_block,
+                autocast_dtype=self.autocast,
+            )
+            if self.ctx.world_size > 1:
+                sums.all_reduce_()
+            if self.ctx.is_first:
+                self._path("measure").parent.mkdir(parents=True, exist_ok=True)
+                sums.finalise({"fingerprint": self.prints["measure"]}).save(self._path("measure"))
+            self.ctx.barrier()
+            clock.add_tokens(tokens)
+        self.report.update({"tokens": {"calibration": tokens}})
+
+    def initialize(self) -> None:
+        """Weights of the mixers in closed form, beside the plain copy that they are compared with."""
+        if self._skip("initialize"):
+            return
+        bench = self.bench
+        statistics = Statistics.load(self._path("measure"))
+        options = InitializeOptions(
+            **{f.name: getattr(self.start, f.name) for f in dataclasses.fields(InitializeOptions)}
+        )
+        common: dict[str, Any] = {
+            "teacher": self.teacher,
+            "layers": bench.converted,
+            "gdn_spec": bench.gdn,
+            "seed": bench.seed,
+            "autocast_dtype": self.autocast,
+        }
+        naive = initialize_mixers("naive", statistics=None, batches=[], **common)
+        perplexity = {"naive": bench.perplexity(self.teacher, naive.weights, "naive")}
+        with self.report.stage("initialize") as clock:
+            start = initialize_mixers(
+                self.start.strategy,
+                statistics=statistics,
+                batches=bench.calibration_batches(self.measure_config.batch_size),
+                heldout_batches=list(bench.calibration_batches(self.measure_config.batch_size, "heldout")),
+                options=options,
+                **common,
+            )
+            self._write("initialize", start.weights)
+            clock.add_tokens(bench.data["calibration"].num_tokens)
+        perplexity["analytic"] = bench.perplexity(self.teacher, start.weights, self.start.strategy)
+        self.report.update({"perplexity": perplexity})
+        self.report.replace("initialization", {str(k): v for k, v in start.diagnostics.items()})
+        self._describe(start.weights, "before")
+
+    def align(self) -> None:
+        """All converted layers at once, each towards the attention that it replaces."""
+        if self._skip("align"):
+            return
+        bench, config = self.bench, self.align_config
+        training_data = bench.training_data(config.seq_len, config.steps * config.batch_size * config.seq_len)
+        stream = bench.stream(training_data, config.batch_size, seed=bench.seed)
+        heldout = list(bench.calibration_batches(config.batch_size, "heldout"))
+        mixers = bench.mixers(read_tensors(self._path("initialize")))
+        state = RunState(self.out / "align" / "state", keep_last=int(self.cfg.get("keep_last_checkpoints", 2)))
+        resume = self._alignment_state(state, mixers) if self.resume else None
+        if resume is not None:
+            stream.step = resume["progress"]["step"]
+
+        save_every = int(self.cfg.get("save_every", 100))
+
+        def save(aligner: Aligner) -> None:
+            if aligner.step % save_every == 0 and aligner.step < config.steps:
+                tensors = aligner.state_dict()
+                extra = {"progress": tensors.pop("progress"), "fingerprint": self.prints["align"]}
+                state.save(aligner.step, tensors, extra)
+
+        with self.report.stage("align", resumed=resume is not None) as clock:
+            result = align(
+                self.teacher,
+                mixers,
+                (bench.prepare(batch) for batch in stream),
+                heldout,
+                config=config,
+                log=self._log_metrics,
+                on_step=save,
+                progress=self.ctx.is_first,
+                resume=resume,
+                autocast_dtype=self.autocast,
+            )
+            self._write("align", result.weights)
+            clock.add_tokens(result.tokens)
+        perplexity = bench.perplexity(self.teacher, result.weights, "aligned")
+        self.report.replace("alignment_error", {str(k): v for k, v in result.error.items()})
+        self.report.replace("alignment_curve", result.curve)
+        self.report.update({"perplexity": {"aligned": perplexity}, "tokens": {"alignment": result.tokens}})
+        self._describe(result.weights, "after")
+
+    def _alignment_state(self, state: RunState, mixers: torch.nn.ModuleDict) -> dict[str, Any] | None:
+        """The state of an interrupted alignment with the same inputs, if there is one."""
+        if state.latest() is None:
+            return None
+        # Shapes come from a fresh aligner; its own tensors are not touched by load_state_dict of another.
+        template = Aligner(teacher=self.teacher, mixers=mixers, config=self.align_config).state_dict()
+        template.pop("progress")
+        target = {name: torch.empty_like(tensor) for name, tensor in template.items()}
+        _, extra = state.load(target)
+        if extra["fingerprint"] != self.prints["align"]:
+            self.bench.log("align: the saved state was made with other settings, starting anew")
+            return None
+        return {**target, "progress": extra["progress"]}
+
+    def distill(self) -> None:
+        """End to end: forward KL from the teacher's logits, all parameters."""
+        if self._skip("distill"):
+            return
+        bench, config = self.bench, self.distill_config
+        state = RunState(self.out / "distill" / "state", keep_last=int(self.cfg.get("keep_last_checkpoints", 2)))
+        marker = self.out / "distill" / "fingerprint.txt"
+        resume = self.resume and marker.is_file() and marker.read_text() == self.prints["distill"]
+        if not resume:
+            state.clear()
+        if self.ctx.is_first:
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.write_text(self.prints["distill"])
+        student = self._build_student()
+        spent = sum(self.report["tokens"].get(key) or 0 for key in ("calibration", "alignment"))
+
+        def evaluate(step: int) -> dict[str, float]:
+            return {"perplexity": bench.perplexity(student, label=f"step {step}")}
+
+        stream = bench.stream(bench.data["training"], config.batch_size, seed=bench.seed + 1)
+        with self.report.stage("distill", resumed=resume) as clock:
+            result = distill(
+                student,
+                self.teacher,
+                stream,
+                config=config,
+                ctx=self.ctx,
+                loss=torchtune_config.instantiate(self.cfg.kd_loss) if self.cfg.get("kd_loss") else None,
+                on_eval=evaluate,
+                on_log=lambda values, step: self._log_metrics({f"distill/{k}": v for k, v in values.items()}, step),
+                run_state=state,
+                resume=resume,
+                progress=self.ctx.is_first,
+            )
+            weights = gather_full_state_dict(student, ctx=self.ctx)
+            self._write("distill", weights)
+            clock.add_tokens(result.tokens)
+        curve = [row for row in result.curve if "perplexity" in row]
+        start = self.report["perplexity"].get("aligned") or self.report["perplexity"].get("analytic")
+        rows = [{"tokens": spent + int(row["tokens"]), "perplexity": row["perplexity"]} for row in curve]
+        self.report.replace("recovery_curve", [{"tokens": spent, "perplexity": start}, *rows])
+        self.report.update(
+            {"perplexity": {"distilled": curve[-1]["perplexity"]}, "tokens": {"distillation": result.tokens}}
+        )
+
+    def _build_student(self) -> HybridDecoder:
+        """The hybrid with the weights of the stage before, ready to train."""
+        bench = self.bench
+        weights: dict[str, Tensor] = {}
+        if self.ctx.is_first:
+            mixers = read_tensors(self._path("align" if self._uses_alignment() else "initialize"))
+            weights = student_state_dict(bench.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY], mixers)
+        with torch.device("meta"):
+            student = torchtune_config.instantiate(self.cfg.model, retained_layers=list(bench.retained))
+        to_storage_dtype(student, self.master_dtype)
+        if self.precision.student == "float8":
+            layers = apply_float8(student, device=self.ctx.device, sharded=self.ctx.world_size > 1)
+            bench.log(layers.summary())
+            self.report.replace("float8", {"student": len(layers.converted), "student_left_out": layers.kept})
+        student = parallelize(
+            student,
+            ctx=self.ctx,
+            activation_checkpointing=bool(self.cfg.get("enable_activation_checkpointing", False)),
+            compile=bool(self.cfg.get("compile", False)),
+            cpu_offload=bench.parallel.cpu_offload,
+            reshard_after_forward=bench.parallel.reshard_after_forward,
+        )
+        load_full_state_dict(student, weights, ctx=self.ctx, cpu_offload=bench.parallel.cpu_offload)
+        return student
+
+    def export(self) -> None:
+        """A Hugging Face folder, reloaded by transformers and compared with the student."""
+        if not self.ctx.is_first:
+            self.ctx.barrier()
+            return
+        bench = self.bench
+        if self._current("distill"):
+            weights = read_tensors(self._path("distill"))
+        else:
+            mixers = read_tensors(self._path("align" if self._uses_alignment() else "initialize"))
+            weights = student_state_dict(bench.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY], mixers)
+        folder = self.out / "export"
+        with self.report.stage("export"):
+            self.exported = export_hybrid(
+                weights,
+                spec=bench.spec,
+                gdn=bench.gdn,
+                retained_layers=bench.retained,
+                teacher_dir=bench.teacher_checkpointer.checkpoint_dir,
+                output_dir=folder,
+                dtype=self.export_dtype,
+                format=self.export_config.format,
+                max_shard_size=self.export_config.max_shard_size,
+            )
+            student = torchtune_config.instantiate(self.cfg.model, retained_layers=list(bench.retained))
+            student.load_state_dict(weights)
+            tokens = bench.data["evaluation"][0]["tokens"][None, : self.export_config.verify_tokens]
+            checked = verify_export(folder, student.to(self.ctx.device), tokens.to(self.ctx.device))
+        self.report.update({"export": {"path": str(folder), "format": self.export_config.format, **checked}})
+        self.ctx.barrier()
+
+    def _model_card(self, exported: ExportInfo) -> None:
+        write_model_card(
+            self.report.data,
+            self.out / "export",
+            name=self.out.name,
+            teacher=str(self.bench.teacher_checkpointer.checkpoint_dir),
+            serving_notes=serving_notes(exported),
+        )
+
+    def _describe(self, weights: dict[str, Tensor], when: str) -> None:
+        """Half-lives and gates on held-out text, for the report."""
+        found = diagnose(
+            self.teacher,
+            self.bench.mixers(weights),
+            self.bench.calibration_batches(self.measure_config.batch_size, "heldout"),
+            autocast_dtype=self.autocast,
+        )
+        for layer, notes in found.items():
+            self.report.update(
+                {
+                    "half_life": {str(layer): {when: notes["half_life"]}},
+                    "gates": {str(layer): {f"write_{when}": notes["beta"], f"output_{when}": notes["gate"]}},
+                },
+                save=False,
+            )
+        self.report.save()
+
+
+@torchtune_config.parse
 def recipe_main(cfg: DictConfig) -> None:
-    print("hello", cfg, __file__)
+    """Entry point of ``tune run``."""
+    with one_line_errors():
+        recipe = TaylorCalibrateKD(cfg)
+    recipe.run()
+
+
 if __name__ == "__main__":
     sys.exit(recipe_main())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchtune import config as torchtune_config
 from torchtune import training, utils
 
+from tcal_components.calibration.layer_optimizer import AlignConfig
 from tcal_components.calibration.selection import RetainConfig, resolve_retained
 from tcal_components.checkpoint.artifacts import parse_dtype
 from tcal_components.checkpoint.fingerprint import folder_fingerprint
@@ -23,10 +24,10 @@ from tcal_components.config import ConfigError, check_component, check_keys, res
 from tcal_components.data import BatchStream, PackedTextDataset, assert_disjoint, prepare_batch
 from tcal_components.distributed import ParallelContext, load_full_state_dict, parallelize, to_storage_dtype
 from tcal_components.evaluation.perplexity import evaluation_batches, perplexity
-from tcal_components.models.memory import estimate_memory
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
 from tcal_components.modules.conversion import build_mixers, converted, load_mixers
 from tcal_components.modules.hybrid_decoder import HybridDecoder
+from tcal_components.precision.float8 import apply_float8
 
 log = utils.get_logger("INFO")
 
@@ -39,7 +40,17 @@ COMPONENTS = (
     "dataset",
     "validation_dataset",
 )
-COMMON_KEYS = (*COMPONENTS, "output_dir", "seed", "device", "dtype", "retain", "parallel", "validation_batch_size")
+COMMON_KEYS = (
+    *COMPONENTS,
+    "output_dir",
+    "seed",
+    "device",
+    "dtype",
+    "retain",
+    "parallel",
+    "align",
+    "validation_batch_size",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +75,6 @@ class Workbench:
         cfg: the recipe's config; ``asset:`` paths are resolved in place.
         extra_keys: top-level keys that the recipe reads besides ``COMMON_KEYS``.
         extra_components: those of them that are ``_component_`` sections.
-        needs_student: whether ``model`` and ``retain`` are read.
 
     Attributes:
         cfg: the config.
@@ -85,7 +95,6 @@ class Workbench:
         *,
         extra_keys: Sequence[str] = (),
         extra_components: Sequence[str] = (),
-        heldout_tokens: int = 8192,
     ) -> None:
         check_keys(dict.fromkeys(cfg), [*COMMON_KEYS, *extra_keys, *extra_components], "the config")
         for key in COMPONENTS:
@@ -121,7 +130,7 @@ class Workbench:
             raise ConfigError(
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens, the teacher's vocabulary {self.spec.vocab_size}"
             )
-        self.data = self._datasets(heldout_tokens)
+        self.data = self._datasets()
         self.teacher_fingerprint = folder_fingerprint(checkpointer.checkpoint_dir)
 
     def _check_family(self, teacher: HybridDecoder) -> None:
@@ -134,13 +143,18 @@ class Workbench:
                     f"{self.teacher_checkpointer.checkpoint_dir} has {theirs[key]}"
                 )
 
-    def _datasets(self, heldout_tokens: int) -> dict[str, PackedTextDataset]:
+    def _datasets(self) -> dict[str, PackedTextDataset]:
         cfg = self.cfg
         data = {"calibration": torchtune_config.instantiate(cfg.calibration_dataset, self.tokenizer)}
         skip = int(cfg.calibration_dataset.get("skip_tokens", 0)) + data["calibration"].num_tokens
-        # The text on which alignment is judged: neither fitted nor the final evaluation's.
+        # The text on which layers are judged: neither fitted nor the final evaluation's, cut as alignment cuts its own.
+        align = section(AlignConfig, cfg.get("align"), "align")
         data["heldout"] = torchtune_config.instantiate(
-            cfg.calibration_dataset, self.tokenizer, skip_tokens=skip, max_tokens=heldout_tokens
+            cfg.calibration_dataset,
+            self.tokenizer,
+            seq_len=align.seq_len,
+            skip_tokens=skip,
+            max_tokens=align.heldout_batches * align.batch_size * align.seq_len,
         )
         data["training"] = torchtune_config.instantiate(cfg.dataset, self.tokenizer)
         data["evaluation"] = torchtune_config.instantiate(cfg.validation_dataset, self.tokenizer)
@@ -169,17 +183,26 @@ class Workbench:
         if self.ctx.is_first:
             log.info(text)
 
-    def load_teacher(self) -> HybridDecoder:
+    def prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """A batch of a stream on this process's device, with its mask."""
+        return prepare_batch(dict(batch), self.ctx.device)
+
+    def load_teacher(self, *, float8: bool = False) -> HybridDecoder:
         """The teacher: read once, spread over the processes, frozen, in evaluation mode.
+
+        Args:
+            float8: its linear layers compute in float8.
 
         Returns:
             HybridDecoder: in the compute dtype on this process's device.
         """
-        self.log(estimate_memory(self.spec, retained_layers=self.retained, gdn=self.gdn).summary())
         weights = self.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY] if self.ctx.is_first else {}
         with torch.device("meta"):
             teacher = torchtune_config.instantiate(self.cfg.teacher_model)
         to_storage_dtype(teacher, self.ctx.dtype)
+        sharded = self.ctx.world_size > 1
+        if float8 and sharded:
+            self.log(apply_float8(teacher, device=self.ctx.device, frozen=True, sharded=True).summary())
         teacher = parallelize(
             teacher,
             ctx=self.ctx,
@@ -187,6 +210,8 @@ class Workbench:
             reshard_after_forward=self.parallel.reshard_after_forward,
         )
         load_full_state_dict(teacher, weights, ctx=self.ctx, cpu_offload=self.parallel.cpu_offload)
+        if float8 and not sharded:
+            self.log(apply_float8(teacher, device=self.ctx.device, frozen=True).summary())
         return teacher.eval().requires_grad_(False)
 
     def mixers(self, weights: Mapping[str, Tensor] | None = None) -> nn.ModuleDict:
@@ -215,7 +240,7 @@ class Workbench:
             self.data[role], batch_size=batch_size, rank=self.ctx.rank, world_size=self.ctx.world_size
         )
         for batch in batches:
-            yield prepare_batch(batch, self.ctx.device)
+            yield self.prepare(batch)
 
     def stream(self, dataset: PackedTextDataset, batch_size: int, *, seed: int) -> BatchStream:
         """Endless shuffled batches, this process's part, on the CPU."""

@@ -67,7 +67,9 @@ class FromScratchCheckpointer:
         self._output.mkdir(parents=True, exist_ok=True)
         weights = torchtune_to_hf(state_dict["model"], read_spec(self._folder))
         weights = {name: value.detach().to("cpu", self._dtype).contiguous() for name, value in weights.items()}
-        save_file(weights, str(self._output / "model.safetensors"), metadata={"format": "pt"})
+        path = self._output / "model.safetensors"
+        save_file(weights, str(path), metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors writes it readable for the owner only
         for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
             source, target = self._folder / file, self._output / file
             if source.is_file() and source.resolve() != target.resolve():
@@ -154,6 +156,8 @@ class TeacherMixture(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """``tokens`` and unshifted ``labels`` [T]."""
+        if not 0 <= index < self._num_sequences:
+            raise IndexError(f"sequence {index} of {self._num_sequences}")
         generator = np.random.default_rng([self._seed, index])
         kind = int(np.searchsorted(self._weights, generator.random(), side="right"))
         tokens, learned = self._rows[min(kind, len(self._rows) - 1)](generator)
@@ -242,7 +246,7 @@ def teacher_mixture(
         separator=tokenizer.encode("\n")[0],
         seq_len=seq_len,
         num_sequences=num_sequences,
-        shares=dict(shares or {"text": 0.6, "strings": 0.2, "passages": 0.1, "recall": 0.1}),
+        shares=dict(shares or {"text": 0.5, "strings": 0.3, "passages": 0.1, "recall": 0.1}),
         seed=seed,
     )
 

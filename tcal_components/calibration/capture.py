@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from tcal_components.modules.hybrid_decoder import HybridDecoder
 
 # Keys of a prepared batch that the decoder's forward takes; the rest (labels, document) stays with the caller.
 FORWARD_KEYS = ("mask", "input_pos")
@@ -57,20 +60,22 @@ def capture_attention(
     Args:
         model: decoder with ``layers[i].attn``.
         layers: indices of the layers to look at.
-        callback: gets one :class:`AttentionCapture` per chosen layer and forward, in the order of the layers.
+        callback: gets one :class:`AttentionCapture` per chosen layer and forward, in the order of the layers; runs
+            outside of any autocast.
         with_qkv: also give q, k, v and the context; needs attention in every chosen layer. Without it any mixer works.
 
     Raises:
         ValueError: an index out of range, or ``with_qkv`` and a chosen layer without attention.
     """
-    total = len(model.layers)
+    blocks: Any = model.layers
+    total = len(blocks)
     for index in layers:
         if not 0 <= index < total:
             raise ValueError(f"layer {index} cannot be captured: the model has layers 0 to {total - 1}")
     undo: list[Callable[[], Any]] = []
     try:
         for index in sorted(set(layers)):
-            attention = model.layers[index].attn
+            attention = blocks[index].attn
             seen: dict[str, Tensor] = {}
             if with_qkv:
                 undo.append(_wrap_attention_call(attention, index, seen))
@@ -82,7 +87,7 @@ def capture_attention(
             restore()
 
 
-def _wrap_attention_call(attention: nn.Module, index: int, seen: dict[str, Tensor]) -> Callable[[], None]:
+def _wrap_attention_call(attention: Any, index: int, seen: dict[str, Tensor]) -> Callable[[], None]:
     original = vars(attention).get("_attention_call")
     if original is None:
         raise ValueError(
@@ -108,16 +113,17 @@ def _make_hook(
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor) -> None:
         x = args[0] if args else kwargs["x"]
         tensors = {name: seen.pop(name, None) for name in ("q", "k", "v", "context")}
-        callback(
-            AttentionCapture(
-                layer=index, x=x, y=output, mask=kwargs.get("mask"), input_pos=kwargs.get("input_pos"), **tensors
-            )
+        capture = AttentionCapture(
+            layer=index, x=x, y=output, mask=kwargs.get("mask"), input_pos=kwargs.get("input_pos"), **tensors
         )
+        # The teacher's own autocast must not lower the precision of sums and solves.
+        with torch.autocast(output.device.type, enabled=False):
+            callback(capture)
 
     return hook
 
 
-def run_hidden(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def run_hidden(model: HybridDecoder, batch: Mapping[str, Any]) -> Tensor:
     """Runs the decoder without its head: nothing here reads logits, which outweigh everything else in memory.
 
     Args:
@@ -127,9 +133,7 @@ def run_hidden(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     Returns:
         Tensor: final-normed hidden states, shape [B, T, E].
     """
-    if _is_fsdp(model) and "hidden" not in vars(model):
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
+    if isinstance(model, FSDPModule) and "hidden" not in vars(model):
         # FSDP2 gathers parameters in hooks of forward only; this gives `hidden` the same hooks, once.
         register_fsdp_forward_method(model, "hidden")
     return model.hidden(batch["tokens"], **{key: batch[key] for key in FORWARD_KEYS if batch.get(key) is not None})
@@ -148,7 +152,7 @@ def teacher_mode(model: nn.Module) -> Iterator[None]:
 
 
 def capture_batch(
-    model: nn.Module,
+    model: HybridDecoder,
     layers: Sequence[int],
     batch: Mapping[str, Any],
     callback: Callable[[AttentionCapture], None],
@@ -178,22 +182,13 @@ def capture_batch(
 def student_precision(y: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Autocast to the type in which the teacher computed ``y``, so fp32 master weights compute as the teacher does.
 
-    Casts are not cached: the cache of an enclosing autocast region would outlive an optimizer step, and casts made
-    without gradients would be reused where gradients are wanted.
+    Casts are not cached: the cache of the teacher's enclosing autocast would outlive an optimizer step.
 
     Args:
         y: output of the teacher's layer.
 
     Returns:
-        A context manager; for fp32 and fp64 it switches an enclosing autocast off.
+        A context manager; without effect for fp32 and fp64.
     """
     low = y.dtype in (torch.bfloat16, torch.float16)
     return torch.autocast(y.device.type, dtype=y.dtype if low else None, enabled=low, cache_enabled=False)
-
-
-def _is_fsdp(module: nn.Module) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)

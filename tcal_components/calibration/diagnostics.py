@@ -12,7 +12,7 @@ from torch import Tensor
 from tcal_components.calibration.analytic import LN2
 from tcal_components.calibration.capture import student_precision
 from tcal_components.calibration.collectives import all_sum_
-from tcal_components.calibration.strategies import LayerBatch
+from tcal_components.calibration.layer_start import LayerBatch
 from tcal_components.modules.gated_delta_net import GatedDeltaNet
 
 
@@ -59,10 +59,9 @@ class HeldoutSums:
         self.tokens += y.shape[0]
         self.error += (output - y).square().sum()
         self.energy += y.square().sum()
-        with torch.autocast(x.device.type, enabled=False):
-            logits = mixer.b_proj(x).double()
-            self.decay -= mixer.decay(mixer.a_proj(x)).double().sum(dim=0)
-            self.gate += F.silu(mixer.g_proj(x)).double().mean(dim=1).sum()
+        logits = mixer.b_proj(x).double()
+        self.decay -= mixer.decay(mixer.a_proj(x)).double().sum(dim=0)
+        self.gate += F.silu(mixer.g_proj(x)).double().mean(dim=1).sum()
         self.write_logit += logits.sum(dim=0)
         self.beta += logits.sigmoid().sum(dim=0)
 

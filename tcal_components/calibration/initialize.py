@@ -7,23 +7,20 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tcal_components.calibration.capture import AttentionCapture, capture_batch, student_precision
 from tcal_components.calibration.collectives import all_sum_
 from tcal_components.calibration.diagnostics import HeldoutSums
+from tcal_components.calibration.layer_start import InitializeOptions, LayerBatch, LayerStart, RegressionSums
+from tcal_components.calibration.layer_sums import batch_documents
 from tcal_components.calibration.projections import check_head_sizes, read_attention
-from tcal_components.calibration.statistics import Statistics, batch_documents
-from tcal_components.calibration.strategies import (
-    STRATEGIES,
-    InitializeOptions,
-    LayerBatch,
-    LayerStart,
-    RegressionSums,
-    Strategy,
-)
+from tcal_components.calibration.statistics import Statistics
+from tcal_components.calibration.strategies import STRATEGIES, Strategy
 from tcal_components.models.spec import GatedDeltaNetSpec
 from tcal_components.modules.conversion import build_mixers
+from tcal_components.modules.gated_delta_net import GatedDeltaNet
+from tcal_components.modules.hybrid_decoder import HybridDecoder
 
 __all__ = ["STRATEGIES", "Initialization", "InitializeOptions", "initialize_mixers"]
 
@@ -48,7 +45,7 @@ class Initialization:
 def initialize_mixers(
     strategy: str,
     *,
-    teacher: nn.Module,
+    teacher: HybridDecoder,
     layers: Sequence[int],
     gdn_spec: GatedDeltaNetSpec,
     statistics: Statistics | None,
@@ -92,13 +89,15 @@ def initialize_mixers(
     if not fit and (plan.first_batch or plan.regression):
         raise ValueError(f"initialize.strategy {strategy} needs calibration batches, but none was given")
 
+    # Where the batches are: with CPU offload the weights of a sharded teacher are elsewhere.
+    device = heldout[0]["tokens"].device if heldout else next(teacher.parameters()).device
     ordered = sorted(set(layers))
     group_size = options.layers_per_pass or max(len(ordered), 1)
     weights: dict[str, Tensor] = {}
     diagnostics: dict[int, dict[str, Any]] = {}
     for begin in range(0, len(ordered), group_size):
         group = ordered[begin : begin + group_size]
-        starts = {i: _candidates(plan, teacher, i, gdn_spec, statistics, seed, options) for i in group}
+        starts = {i: _candidates(plan, teacher, i, gdn_spec, statistics, seed, options, device) for i in group}
         _fit(plan, teacher, starts, fit, autocast_dtype)
         for index, start in _choose(teacher, starts, heldout, autocast_dtype).items():
             for name, value in start.mixer.state_dict().items():
@@ -126,22 +125,24 @@ def _split(batches: list[Batch], heldout: list[Batch] | None) -> tuple[list[Batc
 
 def _candidates(
     plan: Strategy,
-    teacher: nn.Module,
+    teacher: HybridDecoder,
     layer: int,
     gdn_spec: GatedDeltaNetSpec,
     statistics: Statistics | None,
     seed: int,
     options: InitializeOptions,
+    device: torch.device,
 ) -> list[LayerStart]:
     """The ways in which a layer is tried: with and without fold where the teacher has something to fold."""
-    device = teacher.tok_embeddings.weight.device
-    source = read_attention(teacher.layers[layer].attn, teacher.spec, device)
+    blocks: Any = teacher.layers
+    source = read_attention(blocks[layer].attn, teacher.spec, device)
     foldable = plan.folds and bool(source.drops) and options.fold != "off"
     starts = []
     for fold in ([False, True] if options.fold == "auto" else [True]) if foldable else [False]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed * 1_000_003 + layer)
             mixer = build_mixers(teacher.spec, gdn_spec, [layer])[str(layer)]
+        assert isinstance(mixer, GatedDeltaNet)
         start = LayerStart(
             layer=layer,
             mixer=mixer.to(device=device, dtype=torch.float32).requires_grad_(False),
@@ -164,7 +165,7 @@ def _layer_batch(capture: AttentionCapture, batch: Batch) -> LayerBatch:
 
 def _fit(
     plan: Strategy,
-    teacher: nn.Module,
+    teacher: HybridDecoder,
     starts: Mapping[int, list[LayerStart]],
     batches: Sequence[Batch],
     autocast_dtype: torch.dtype | None,
@@ -175,10 +176,8 @@ def _fit(
         def look(capture: AttentionCapture, batch: Batch = batch, first: bool = number == 0) -> None:
             data = _layer_batch(capture, batch)
             for start in starts[capture.layer]:
-                # Two contexts: statistics of gates in full precision, the layer itself as the teacher computes.
                 for step in plan.first_batch if first else ():
-                    with torch.autocast(data.x.device.type, enabled=False):
-                        step(start, _full_precision(data))
+                    step(start, _full_precision(data))
                 if plan.regression:
                     with student_precision(data.y):
                         features = start.mixer.features(data.x, input_pos=data.input_pos)
@@ -210,17 +209,17 @@ def _full_precision(data: LayerBatch) -> LayerBatch:
 
 def _sums_of(start: LayerStart, features: Tensor, y: Tensor) -> RegressionSums:
     if start.sums is None:
-        size, embed_dim, make = features.shape[-1], y.shape[-1], {"dtype": torch.float64, "device": y.device}
+        size, embed_dim = features.shape[-1], y.shape[-1]
         start.sums = RegressionSums(
-            gram=torch.zeros(size, size, **make),
-            target=torch.zeros(size, embed_dim, **make),
-            energy=torch.zeros((), **make),
+            gram=torch.zeros(size, size, dtype=torch.float64, device=y.device),
+            target=torch.zeros(size, embed_dim, dtype=torch.float64, device=y.device),
+            energy=torch.zeros((), dtype=torch.float64, device=y.device),
         )
     return start.sums
 
 
 def _choose(
-    teacher: nn.Module,
+    teacher: HybridDecoder,
     starts: Mapping[int, list[LayerStart]],
     heldout: Sequence[Batch],
     autocast_dtype: torch.dtype | None,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tcal_components.calibration import analytic
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
@@ -55,7 +56,7 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered.detach()
 
 
-def read_attention(attention: nn.Module, spec: DecoderSpec, device: torch.device) -> TeacherAttention:
+def read_attention(attention: Any, spec: DecoderSpec, device: torch.device) -> TeacherAttention:
     """Reads the weights of one attention layer, sharded or not.
 
     Args:
@@ -73,7 +74,7 @@ def read_attention(attention: nn.Module, spec: DecoderSpec, device: torch.device
         value = whole(tensor).to(device=device, dtype=torch.float32)
         return analytic.expand_heads(value, spec.num_kv_heads, spec.num_heads) if expand else value
 
-    values = {"q": read(attention.q_proj.weight), "output": read(attention.output_proj.weight)}
+    values: dict[str, Any] = {"q": read(attention.q_proj.weight), "output": read(attention.output_proj.weight)}
     values["q_bias"] = read(attention.q_proj.bias)
     for name in ("k", "v"):
         linear = getattr(attention, f"{name}_proj")

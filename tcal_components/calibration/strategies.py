@@ -6,10 +6,8 @@ A step changes ``start.mixer`` in place. Steps run in three phases: ``weights`` 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,138 +15,9 @@ from torch import Tensor
 
 from tcal_components.calibration import analytic
 from tcal_components.calibration.collectives import all_rows, all_sum_
-from tcal_components.calibration.projections import TeacherAttention, copy_projections_, read_values
-from tcal_components.calibration.statistics import LayerStatistics
+from tcal_components.calibration.layer_start import DISTANCES, LayerBatch, LayerStart
+from tcal_components.calibration.projections import copy_projections_, read_values
 from tcal_components.modules.gated_delta_net import GatedDeltaNet
-
-DISTANCES = {"mean": "distance", "mean_without_sink": "distance_without_sink", "median": "median_distance"}
-FOLDS = ("auto", "on", "off")
-MAX_GATE_TOKENS = 2048  # tokens on which the published output gate is matched: its scale is one number
-
-
-@dataclass(frozen=True)
-class InitializeOptions:
-    """Numbers of the strategies (config section ``initialize``).
-
-    Args:
-        pull: strength of the pull of the ridge regression for W_o to the copied weights, relative to the mean diagonal.
-        fold: fold q/k/v biases and q/k norm weights of the teacher into the projections: ``on``, ``off``, or ``auto``
-            (both are tried in each layer and the lower held-out error stays). Only ``ridge`` and ``taylor`` fold.
-        distance: statistic that sets the half-life: ``mean``, ``mean_without_sink`` or ``median``. None: the strategy's.
-        min_half_life: shortest half-life in tokens.
-        gate_level: mean pre-activation of the output gates of ``taylor``; silu(1.28) = 1.
-        layers_per_pass: layers whose regression sums are held at once (two float64 matrices of size H V x H V and
-            H V x E each); one pass of the teacher for each group. None: all in one pass.
-
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    pull: float = 10.0
-    fold: str = "auto"
-    distance: str | None = None
-    min_half_life: float = 1.0
-    gate_level: float = analytic.OPEN_GATE
-    layers_per_pass: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.fold not in FOLDS:
-            raise ValueError(f"initialize.fold is {self.fold!r}; allowed: {', '.join(FOLDS)}")
-        if self.distance is not None and self.distance not in DISTANCES:
-            raise ValueError(f"initialize.distance is {self.distance!r}; allowed: {', '.join(DISTANCES)}")
-        if self.pull < 0:
-            raise ValueError(f"initialize.pull is {self.pull}; it must be at least 0")
-        if self.min_half_life <= 0:
-            raise ValueError(f"initialize.min_half_life is {self.min_half_life}; it must be positive")
-        if self.layers_per_pass is not None and self.layers_per_pass < 1:
-            raise ValueError(f"initialize.layers_per_pass is {self.layers_per_pass}; it must be at least 1")
-
-
-@dataclass
-class RegressionSums:
-    """Sums over the calibration tokens of one layer, float64.
-
-    Attributes:
-        gram: sum of f f^T of the features f before W_o, shape [H V, H V].
-        target: sum of f y^T, shape [H V, E].
-        energy: sum of |y|^2, scalar.
-    """
-
-    gram: Tensor
-    target: Tensor
-    energy: Tensor
-
-    def add_(self, features: Tensor, y: Tensor) -> None:
-        """Adds tokens.
-
-        Args:
-            features: shape [N, H V].
-            y: shape [N, E].
-        """
-        features, y = features.double(), y.double()
-        self.gram.addmm_(features.T, features)
-        self.target.addmm_(features.T, y)
-        self.energy += y.square().sum()
-
-    def scale_(self, factor: float) -> None:
-        """The sums of ``factor`` times the features, in place."""
-        self.gram *= factor**2
-        self.target *= factor
-
-
-@dataclass
-class LayerStart:
-    """One layer while it is initialised.
-
-    Attributes:
-        layer: index.
-        mixer: Gated DeltaNet at its library defaults, drawn from the layer's own seed.
-        source: the teacher's weights.
-        statistics: the teacher's statistics, None for strategies that need none.
-        options: numbers of the strategies.
-        fold: whether biases and norm weights are folded in.
-        sums: for the regression.
-        notes: diagnostics for the report.
-    """
-
-    layer: int
-    mixer: GatedDeltaNet
-    source: TeacherAttention
-    statistics: LayerStatistics | None
-    options: InitializeOptions
-    fold: bool = False
-    sums: RegressionSums | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def stats(self) -> LayerStatistics:
-        """The statistics of a strategy that needs them."""
-        assert self.statistics is not None
-        return self.statistics
-
-    @property
-    def w_star(self) -> Tensor:
-        """w* on the device of the mixer, shape [E]."""
-        return self.stats.w_star.to(self.mixer.b_proj.weight.device)
-
-
-@dataclass(frozen=True, eq=False)
-class LayerBatch:
-    """Tokens of one batch at one layer.
-
-    Attributes:
-        x: input, shape [B, T, E].
-        y: the teacher's output, shape [B, T, E].
-        context: the teacher's context, shape [B, T, H, D].
-        input_pos: positions, shape [B, T], or None.
-        valid: tokens that are no padding, shape [B, T].
-    """
-
-    x: Tensor
-    y: Tensor
-    context: Tensor | None
-    input_pos: Tensor | None
-    valid: Tensor
 
 
 def copy(start: LayerStart) -> None:
@@ -230,19 +99,13 @@ def context_scale(start: LayerStart, batch: LayerBatch) -> None:
 
 
 def matched_gate(start: LayerStart, batch: LayerBatch) -> None:
-    """Published output gate: W_g = alpha N with N at library scale, alpha such that the output has the teacher's RMS."""
-    mixer = start.mixer
-    normalised = normalised_state(mixer, batch.x, batch.input_pos)[batch.valid][:MAX_GATE_TOKENS]
-    preactivation = mixer.g_proj(batch.x[batch.valid][:MAX_GATE_TOKENS].float())
-    target = all_sum_(batch.y[batch.valid][:MAX_GATE_TOKENS].double().square().sum())
-    low, high = math.log(1e-3), math.log(1e3)
-    for _ in range(30):
-        middle = (low + high) / 2
-        gate = F.silu(math.exp(middle) * preactivation)
-        energy = all_sum_(mixer.output_proj(normalised.flatten(1).float() * gate).double().square().sum())
-        low, high = (low, middle) if float(energy) > float(target) else (middle, high)
-    alpha = math.exp((low + high) / 2)
-    mixer.g_proj.weight.mul_(alpha)
+    """Published output gate: W_g = alpha N, a small perturbation with RMS(W_g x) = RMS(y), the teacher's output scale."""
+    rows = start.mixer.g_proj
+    preactivation, y = rows(batch.x[batch.valid].float()), batch.y[batch.valid]
+    sums = all_sum_(torch.stack([part.double().square().sum() for part in (preactivation, y)]))
+    mean_square = sums / torch.tensor([rows.out_features, rows.in_features], dtype=sums.dtype, device=sums.device)
+    alpha = float((mean_square[1] / mean_square[0].clamp_min(torch.finfo(sums.dtype).tiny)).sqrt())
+    rows.weight.mul_(alpha)
     start.notes["alpha"] = alpha
 
 
@@ -259,9 +122,11 @@ def norm_scale(start: LayerStart) -> None:
 def ridge_output(start: LayerStart) -> None:
     """W_o by ridge regression on y, pulled to the copied weights."""
     assert start.sums is not None
-    weight = start.mixer.output_proj.weight
-    solved = analytic.ridge_output_projection(start.sums.gram, start.sums.target, weight.double(), start.options.pull)
+    sums, weight = start.sums, start.mixer.output_proj.weight
+    solved = analytic.ridge_output_projection(sums.gram, sums.target, weight.double(), start.options.pull)
     weight.copy_(solved)
+    energy = float(sums.energy)
+    start.notes["fit_error"] = analytic.squared_error(sums.gram, sums.target, solved, energy) / max(energy, 1e-300)
 
 
 WeightStep = Callable[[LayerStart], None]

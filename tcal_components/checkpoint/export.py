@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tcal_components.checkpoint.custom_model import add_custom_model
 from tcal_components.checkpoint.export_config import (
     CUSTOM_FORMAT,
     STOCK_FORMAT,
@@ -22,10 +23,14 @@ from tcal_components.checkpoint.export_config import (
     export_layout,
     read_json,
 )
-from tcal_components.checkpoint.export_weights import HybridLayout, WeightExporter
+from tcal_components.checkpoint.export_weights import WeightExporter
+from tcal_components.checkpoint.hybrid_layout import HybridLayout
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
 
-NORM_RECORDS_KEY = "tcal_norms"
+# What an import needs to give back the student's norms bit for bit; without it, it gives an equivalent model. A file of
+# its own, because config.json is read by people, and safetensors metadata of two keys has no fixed order.
+NORM_RECORDS_FILE = "tcal_norms.json"
+GENERATION_FILE = "generation_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 # Copied as they are: writing them again with transformers 5 names a class that older versions do not have.
 TOKENIZER_FILES = (
@@ -94,12 +99,12 @@ def export_hybrid(
         folder = Path(scratch) / "export"
         folder.mkdir()
         num_bytes, shards = _write_weights(folder, student_state_dict, layout, dtype=dtype, shard_bytes=shard_bytes)
-        _copy_files(teacher_dir, folder, teacher_config)
+        _copy_files(teacher_dir, folder, teacher_config, use_cache=config["use_cache"])
         if format == CUSTOM_FORMAT:
-            from tcal_components.checkpoint.custom_model import add_custom_model
-
-            config = add_custom_model(folder, config, layout=layout)
+            config = add_custom_model(folder, config)
         write_json(folder / "config.json", config)
+        for path in folder.glob("*.safetensors"):
+            shutil.copymode(folder / "config.json", path)  # safetensors 0.8 lets only the owner read what it writes
         if output_dir.exists():
             os.replace(output_dir, Path(scratch) / "replaced")
         os.replace(folder, output_dir)
@@ -152,9 +157,7 @@ def _write_weights(
     total = pending_bytes = 0
 
     def flush() -> None:
-        records = {name: exporter.norm_records[name] for name in pending if name in exporter.norm_records}
-        metadata = {"format": "pt"} | ({NORM_RECORDS_KEY: json.dumps(records)} if records else {})
-        save_file(pending, folder / f"part-{len(shards)}", metadata=metadata)
+        save_file(pending, folder / f"part-{len(shards)}", metadata={"format": "pt"})
         shards.append(list(pending))
         pending.clear()
 
@@ -167,11 +170,13 @@ def _write_weights(
         pending_bytes += size
         total += size
     flush()
+    if exporter.norm_records:
+        write_json(folder / NORM_RECORDS_FILE, exporter.norm_records)
 
     if len(shards) == 1:
         (folder / "part-0").rename(folder / "model.safetensors")
         return total, 1
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
         file_name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"part-{number}").rename(folder / file_name)
@@ -180,13 +185,17 @@ def _write_weights(
     return total, len(shards)
 
 
-def _copy_files(teacher_dir: Path, folder: Path, teacher_config: Mapping[str, object]) -> None:
+def _copy_files(teacher_dir: Path, folder: Path, teacher_config: Mapping[str, object], *, use_cache: bool) -> None:
     """Copies tokenizer and licence files; generation_config.json is copied or made of the special token ids."""
     licences = [path.name for pattern in ("LICENSE*", "NOTICE*", "USE_POLICY*") for path in teacher_dir.glob(pattern)]
-    for name in (*TOKENIZER_FILES, *licences, "generation_config.json"):
+    for name in (*TOKENIZER_FILES, *licences, GENERATION_FILE):
         if (teacher_dir / name).is_file():
             shutil.copyfile(teacher_dir / name, folder / name)
-    if not (folder / "generation_config.json").exists():
+    generation = read_json(folder / GENERATION_FILE)
+    if not generation:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        ids = {name: teacher_config[name] for name in names if teacher_config.get(name) is not None}
-        write_json(folder / "generation_config.json", ids)
+        generation = {name: teacher_config[name] for name in names if teacher_config.get(name) is not None}
+    if not use_cache:
+        generation["use_cache"] = False
+    if generation != read_json(folder / GENERATION_FILE):
+        write_json(folder / GENERATION_FILE, generation)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tcal_components.checkpoint.export_weights import CONV_SIZE, HybridLayout, parameter_count
+from tcal_components.checkpoint.hybrid_layout import CONV_SIZE, HybridLayout, parameter_count
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec, check_retained_layers
 
 STOCK_FORMAT = "qwen3_5_text"
@@ -118,7 +118,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")  # noqa: TRY004 (user's mistake)
+        raise ValueError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
     return content
 
 
@@ -163,7 +163,8 @@ def export_config(
         "max_position_embeddings": spec.max_seq_len,
         "initializer_range": teacher_config.get("initializer_range", 0.02),
         "rms_norm_eps": spec.norm_eps,
-        "use_cache": True,
+        # The cache of transformers needs both kinds of layers: of attention up to 5.24, of the other in 5.6.
+        "use_cache": bool(layout.retained_layers and layout.converted_layers),
         "tie_word_embeddings": spec.tie_word_embeddings,
         "attention_bias": layout.exported_bias,
         "qkv_bias": layout.exported_bias,

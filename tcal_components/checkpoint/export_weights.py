@@ -6,8 +6,6 @@ One tensor at a time, so that a shard and not the model is the memory that an ex
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -19,118 +17,13 @@ from tcal_components.checkpoint.export_norms import (
     pack_floats,
     split_norm,
 )
-from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
-
-CONV_SIZE = 4
-MIXER_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
-MLP_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-
-
-@dataclass(frozen=True)
-class HybridLayout:
-    """Everything about a hybrid that decides names and shapes.
-
-    Args:
-        spec: Numbers of the teacher.
-        gdn: Shape of the Gated DeltaNet layers, head sizes filled in.
-        retained_layers: Layers that keep attention, ascending.
-        scale_by_norm: Whether the exported class normalises q and k although the student does not, so that its heads
-            are enlarged (see ``constant_dimension``). Always True for such a student in the stock class.
-    """
-
-    spec: DecoderSpec
-    gdn: GatedDeltaNetSpec
-    retained_layers: tuple[int, ...]
-    scale_by_norm: bool
-
-    @property
-    def exported_head_dim(self) -> int:
-        """Head size of the exported attention: D, or 2 D."""
-        return self.spec.head_dim * (2 if self.scale_by_norm else 1)
-
-    @property
-    def converted_layers(self) -> tuple[int, ...]:
-        """Layers that hold a Gated DeltaNet, ascending."""
-        return tuple(index for index in range(self.spec.num_layers) if index not in self.retained_layers)
-
-    @property
-    def exported_bias(self) -> bool:
-        """Whether the exported attention has q, k and v biases."""
-        return self.spec.qkv_bias or self.scale_by_norm
-
-    def foldable(self, key: str) -> bool:
-        """Whether linear layers can take the factors of the norm with student key ``key``."""
-        if key == "norm.scale":
-            return not self.spec.tie_word_embeddings
-        return key.endswith((".sa_norm.scale", ".mlp_norm.scale"))
-
-
-def student_shapes(layout: HybridLayout) -> dict[str, tuple[int, ...]]:
-    """Lists the keys of a student's state dict with their shapes, in the order of the layers."""
-    spec, gdn = layout.spec, layout.gdn
-    hidden, heads, wide = spec.embed_dim, spec.num_heads, spec.intermediate_dim
-    q_dim, kv_dim = heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    assert gdn.key_head_dim is not None and gdn.value_head_dim is not None
-    key_dim, value_dim = heads * gdn.key_head_dim, heads * gdn.value_head_dim
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (spec.vocab_size, hidden)}
-    for index in range(spec.num_layers):
-        prefix = f"layers.{index}."
-        attn: dict[str, tuple[int, ...]]
-        if index in layout.retained_layers:
-            attn = {
-                "q_proj.weight": (q_dim, hidden),
-                "k_proj.weight": (kv_dim, hidden),
-                "v_proj.weight": (kv_dim, hidden),
-                "output_proj.weight": (hidden, q_dim),
-            }
-            if spec.qkv_bias:
-                attn |= {"q_proj.bias": (q_dim,), "k_proj.bias": (kv_dim,), "v_proj.bias": (kv_dim,)}
-            if spec.qk_norm:
-                attn |= {"q_norm.scale": (spec.head_dim,), "k_norm.scale": (spec.head_dim,)}
-        else:
-            sizes = (key_dim, key_dim, value_dim, value_dim, heads, heads)
-            attn = {f"{name}.weight": (size, hidden) for name, size in zip(MIXER_PROJECTIONS, sizes)}
-            attn["output_proj.weight"] = (hidden, value_dim)
-            if gdn.conv_size:
-                attn |= {f"{name[0]}_conv.weight": (size, 1, gdn.conv_size) for name, size in zip("qkv", sizes)}
-            attn |= {"decay.A_log": (heads,), "decay.dt_bias": (heads,), "o_norm.scale": (gdn.value_head_dim,)}
-        shapes |= {f"{prefix}attn.{name}": shape for name, shape in attn.items()}
-        shapes |= {f"{prefix}mlp.{name}.weight": (wide, hidden) for name in ("w1", "w3")}
-        shapes[f"{prefix}mlp.w2.weight"] = (hidden, wide)
-        shapes |= {f"{prefix}{name}.scale": (hidden,) for name in ("sa_norm", "mlp_norm")}
-    shapes["norm.scale"] = (hidden,)
-    if not spec.tie_word_embeddings:
-        shapes["output.weight"] = (spec.vocab_size, hidden)
-    return shapes
-
-
-def check_state_dict(state_dict: Mapping[str, torch.Tensor], layout: HybridLayout) -> None:
-    """Checks keys and shapes of a student's state dict.
-
-    Raises:
-        ValueError: For the first key that is missing, left over or of another shape.
-    """
-    shapes = student_shapes(layout)
-    missing = [key for key in shapes if key not in state_dict]
-    extra = [key for key in state_dict if key not in shapes]
-    if missing or extra:
-        parts = [
-            f"{len(keys)} {what} (first: {keys[0]})"
-            for keys, what in ((missing, "missing"), (extra, "unknown"))
-            if keys
-        ]
-        raise ValueError(
-            f"the student's state dict does not fit its specification: {' and '.join(parts)}; "
-            f"retained layers are {list(layout.retained_layers)}"
-        )
-    for key, shape in shapes.items():
-        if tuple(state_dict[key].shape) != shape:
-            raise ValueError(f"{key} has shape {tuple(state_dict[key].shape)}; the specification says {shape}")
-
-
-def parameter_count(layout: HybridLayout) -> int:
-    """Counts the student's parameters."""
-    return sum(prod(shape) for shape in student_shapes(layout).values())
+from tcal_components.checkpoint.hybrid_layout import (
+    CONV_SIZE,
+    MIXER_PROJECTIONS,
+    MLP_NAMES,
+    HybridLayout,
+    check_state_dict,
+)
 
 
 class WeightExporter:
@@ -224,9 +117,9 @@ class WeightExporter:
         yield f"{target}o_proj.weight", F.pad(weight, (0, pad)).flatten(1).contiguous()
         for name in ("q", "k"):
             exported = f"{target}{name}_norm.weight"
-            if constants is None:
+            if spec.qk_norm:
                 yield exported, self._norm(f"{source}{name}_norm.scale", exported)[0]
-            else:
+            elif constants is not None:
                 weight = torch.zeros(size, dtype=torch.float64)
                 weight[: spec.head_dim] = constants.q_weight if name == "q" else constants.k_weight
                 # 0 on the constant's dimension: it reaches neither a score nor the cache.

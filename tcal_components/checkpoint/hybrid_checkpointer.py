@@ -34,7 +34,8 @@ class HybridCheckpointer:
             Recipes set this from ``resume_from_checkpoint``. Default: False.
         checkpoint_files: Not used (the folder's index names its files); there because configs of other checkpointers
             have it.
-        model_type: Not used, for the same reason.
+        model_type: Not used; torchtune's recipes read the config key when activation checkpointing is on, so give it
+            any value there.
 
     Raises:
         FileNotFoundError: If ``checkpoint_dir`` is not complete, or nothing to resume from is there.

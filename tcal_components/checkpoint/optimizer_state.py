@@ -54,6 +54,9 @@ def initialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"].zero_()  # the step above is not to count
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         _set_rate(group, rate)
 

@@ -131,6 +131,14 @@ class RunState:
             dcp.load(target, storage_reader=reader, no_dist=not _distributed())
         return int(step or 0), json.loads((path / _SEAL).read_text())["extra"]
 
+    def clear(self) -> None:
+        """Forget all checkpoints: a run with other settings starts anew."""
+        if _first() and self.directory.is_dir():
+            for _, path in self._complete():
+                path.rename(self.directory / f"{_DROPPED}{path.name}")
+            self._sweep()
+        _barrier()
+
     def _complete(self) -> list[tuple[int, Path]]:
         """(step, folder) of complete checkpoints, oldest first; a step that was saved again comes twice."""
         found = []

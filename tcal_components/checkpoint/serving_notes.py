@@ -35,6 +35,10 @@ def serving_notes(info: ExportInfo) -> list[str]:
                 f"per layer ({len(info.retained_layers)} of "
                 f"{len(info.retained_layers) + len(info.converted_layers)} layers have one)."
             )
+    if not info.retained_layers:
+        notes.append(
+            "No layer keeps attention: transformers has no cache for that (use_cache is false, generation is slow)."
+        )
     notes += [
         "Batches: pad on the left and pass the attention mask; right-padded prompts decode wrongly in the class itself.",
         "lm-eval 0.4.13: lm_eval --model hf --model_args pretrained=DIR,dtype=bfloat16"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,11 @@ import torch
 from torch.func import functional_call
 
 from tcal_components.checkpoint.export_config import CUSTOM_FORMAT, DTYPES
-from tcal_components.checkpoint.export_weights import HybridLayout, WeightExporter, rounded_parameter
+from tcal_components.checkpoint.export_weights import WeightExporter, rounded_parameter
 from tcal_components.checkpoint.hf_folder import _locate_tensors, _open
+from tcal_components.checkpoint.hybrid_layout import HybridLayout
 from tcal_components.checkpoint.import_hybrid import read_exported_folder
+from tcal_components.checkpoint.stock_model import load_stock_model, quiet_transformers, usable_kernels
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 
 # Allowed difference of logits, relative to the largest logit, both sides computing in float32. Measured differences are
@@ -45,7 +46,7 @@ def verify_export(
     Args:
         output_dir: The exported folder.
         student: The hybrid that was exported, whole on one device, without caches. It is not changed.
-        tokens: Token ids [B, T], T at least 4, on any device; real text shows more than random ids.
+        tokens: Token ids [B, T], T at least 8, on any device; real text shows more than random ids.
         pad_id: Token for left padding. Default: None, the first id of ``tokens``.
         max_new_tokens: Length of the greedy continuation. Default: 8.
         relative_tolerance: Allowed difference relative to the largest logit. Default: None, ``RELATIVE_TOLERANCE``
@@ -53,8 +54,8 @@ def verify_export(
         strict: Whether a failed check raises. Default: True.
 
     Returns:
-        dict[str, Any]: ``max_abs_logit_diff`` (full forward), ``cached_max_abs_diff`` (prefill, then token by token),
-        ``left_padded_max_abs_diff`` (a batch of unequal lengths with mask), ``greedy_equal`` (``generate`` against the
+        dict[str, Any]: ``max_abs_logit_diff`` (full forward), ``cached_max_abs_diff`` (prefill, then token by token;
+        None where all or no layers keep attention, for which transformers has no cache), ``left_padded_max_abs_diff`` (a batch of unequal lengths with mask), ``greedy_equal`` (``generate`` against the
         student's arg max; a difference between logits closer than the tolerance does not count), ``weights_equal``
         (the files against the student, bit for bit), ``tokenizer_equal`` (None without tokenizer.json),
         ``reference_logit_max``, ``tolerance``, ``relative_tolerance``, ``compared`` (in words), ``problems`` and ``ok``.
@@ -72,25 +73,27 @@ def verify_export(
     if relative_tolerance is None:
         relative_tolerance = RELATIVE_TOLERANCE.get(device.type, RELATIVE_TOLERANCE["cuda"])
 
-    with _evaluation(student), _quiet_transformers(), torch.no_grad():
+    with _evaluation(student), quiet_transformers(), torch.no_grad():
         reference = _Reference(student, layout, dtype)
         expected = reference(tokens)
         scale = float(expected.abs().max())
         tolerance = relative_tolerance * max(scale, 1.0)
-        model, problems = _load(folder, trust_remote_code=format == CUSTOM_FORMAT)
+        model, problems = load_stock_model(folder, trust_remote_code=format == CUSTOM_FORMAT)
         model = model.to(device).eval()
-        with _usable_kernels(model, device):
+        with usable_kernels(model, device):
             result: dict[str, Any] = {
                 "max_abs_logit_diff": _difference(model(input_ids=tokens, use_cache=False).logits, expected),
-                "cached_max_abs_diff": _difference(_cached_logits(model, tokens), expected),
+                "cached_max_abs_diff": _difference(_cached_logits(model, tokens), expected)
+                if model.config.use_cache
+                else None,
                 "left_padded_max_abs_diff": _left_padded_difference(model, reference, tokens, pad),
                 "greedy_equal": _greedy_equal(model, reference, tokens[:1], pad, max_new_tokens, 2.0 * tolerance),
             }
     result["weights_equal"] = _changed_tensor(folder, student, layout, dtype) is None
-    result["tokenizer_equal"] = _tokenizer_equal(folder)
+    result["tokenizer_equal"] = _tokenizer_equal(folder, format == CUSTOM_FORMAT)
 
     for name in ("max_abs_logit_diff", "cached_max_abs_diff", "left_padded_max_abs_diff"):
-        if not result[name] <= tolerance:  # NaN fails too
+        if result[name] is not None and not result[name] <= tolerance:  # NaN fails too
             problems.append(f"{name} is {result[name]:.3g}")
     if not result["greedy_equal"]:
         problems.append("greedy text differs")
@@ -168,74 +171,6 @@ def _evaluation(student: HybridDecoder) -> Iterator[None]:
         student.train(was_training)
 
 
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silences progress bars and the loader's report (o_proj.bias is missing on purpose); `_load` reads the latter."""
-    from transformers.utils import logging
-
-    verbosity, progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if progress:
-            logging.enable_progress_bar()
-
-
-def _load(folder: Path, *, trust_remote_code: bool) -> tuple[Any, list[str]]:
-    """Loads the export in float32; returns the model and what the loader complained about."""
-    from transformers import AutoModelForCausalLM
-
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=trust_remote_code
-    )
-    problems = []
-    missing = [name for name in report["missing_keys"] if not name.endswith(".self_attn.o_proj.bias")]
-    if model.config.tie_word_embeddings:
-        missing = [name for name in missing if name != "lm_head.weight"]
-    for what, names in (("missing", missing), ("unexpected", report["unexpected_keys"])):
-        if names:
-            problems.append(f"transformers finds {len(names)} tensors {what} (first: {sorted(names)[0]})")
-    if report.get("mismatched_keys"):
-        problems.append(f"transformers finds shapes that do not fit: {sorted(map(str, report['mismatched_keys']))[0]}")
-    return model, problems
-
-
-@contextlib.contextmanager
-def _usable_kernels(model: Any, device: torch.device) -> Iterator[None]:
-    """Makes transformers use its PyTorch code on a CPU.
-
-    Where triton is installed, transformers 5.6 to 5.24 choose the kernels of flash-linear-attention when the class is
-    imported, whatever the device, and a forward on the CPU raises. The choice is undone for the time of the check.
-    """
-    if device.type != "cpu":
-        yield
-        return
-    module = sys.modules[next(cls for cls in type(model).__mro__ if cls.__name__ == "Qwen3_5ForCausalLM").__module__]
-    with contextlib.ExitStack() as stack:
-        names = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")
-        functions = [f"torch_{name}" for name in names] + ["causal_conv1d_fn", "causal_conv1d_update"]
-        for name in functions:  # since 5.17: global functions that wrap the PyTorch code
-            original = getattr(module, name, None)
-            if hasattr(original, "__wrapped__"):
-                stack.callback(setattr, module, name, original)
-                setattr(module, name, original.__wrapped__)
-        for layer in model.modules():  # before: attributes of the layer
-            if type(layer).__name__ != "Qwen3_5GatedDeltaNet" or "chunk_gated_delta_rule" not in vars(layer):
-                continue
-            for name in names:
-                setattr(layer, name, getattr(module, f"torch_{name}"))
-            layer.causal_conv1d_fn = None
-            layer.causal_conv1d_update = module.torch_causal_conv1d_update
-            if type(layer.norm).__name__ != "Qwen3_5RMSNormGated":
-                norm = module.Qwen3_5RMSNormGated(layer.head_v_dim, eps=layer.layer_norm_epsilon)
-                norm.load_state_dict(layer.norm.state_dict())
-                layer.norm = norm
-        yield
-
-
 def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return float((logits.float() - expected).abs().max())
 
@@ -256,8 +191,7 @@ def _cached_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 def _left_padded_difference(model: Any, reference: _Reference, tokens: torch.Tensor, pad: int) -> float:
     """Compares a left-padded batch of two lengths with the student on each row alone."""
     length = tokens.shape[1]
-    short = max(2, length // 2)
-    rows = [tokens[0], tokens[-1, :short]]
+    rows = [tokens[0], tokens[-1, : length // 2]]
     batch = tokens.new_full((2, length), pad)
     mask = torch.zeros_like(batch)
     for number, row in enumerate(rows):
@@ -273,9 +207,11 @@ def _greedy_equal(
     """Compares greedy ``generate`` with the student; after a tie (top logits closer than ``tie``) it stops."""
     from transformers import GenerationConfig
 
-    prompt = prompt[:, : max(2, prompt.shape[1] // 2)]
+    prompt = prompt[:, : prompt.shape[1] // 2]
     # Not the folder's: its sampling settings or end-of-text would end the comparison early.
-    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad)
+    model.generation_config = GenerationConfig(
+        do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=pad, use_cache=model.config.use_cache
+    )
     generated = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt))
     for position in range(prompt.shape[1], generated.shape[1]):
         last = reference(generated[:, :position])[0, -1]
@@ -296,12 +232,14 @@ def _changed_tensor(folder: Path, student: HybridDecoder, layout: HybridLayout, 
     return None
 
 
-def _tokenizer_equal(folder: Path) -> bool | None:
+def _tokenizer_equal(folder: Path, trust_remote_code: bool) -> bool | None:
     """Compares AutoTokenizer, which picks a class by model type, with the rules in tokenizer.json."""
     if not (folder / "tokenizer.json").is_file():
         return None
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(folder)(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+    # It asks before it reads a config with remote code.
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    ids = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     return ids == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROBE_TEXT, add_special_tokens=False).ids

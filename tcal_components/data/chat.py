@@ -5,13 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tcal_components.data.packed import (
-    IGNORE_INDEX,
-    Pack,
-    PackedDocument,
-    PackedTextDataset,
-    document_digest,
-)
+from tcal_components.data.disjoint import PackedDocument, document_digest
+from tcal_components.data.packed import IGNORE_INDEX, Pack, PackedTextDataset
 
 
 def from_torchtune(

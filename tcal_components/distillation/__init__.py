@@ -3,7 +3,8 @@
 from tcal_components.distillation.linear_kl import LinearKL
 from tcal_components.distillation.model import DistillModel
 from tcal_components.distillation.optimizer import parameter_groups
-from tcal_components.distillation.trainer import DistillConfig, Distiller, DistillResult, NonFiniteLossError, distill
+from tcal_components.distillation.settings import DistillConfig, DistillResult
+from tcal_components.distillation.trainer import Distiller, NonFiniteLossError, distill
 
 __all__ = [
     "DistillConfig",

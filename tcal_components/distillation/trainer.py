@@ -7,7 +7,6 @@ and logged losses are means over the *global* batch, whatever the number of proc
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -25,97 +24,12 @@ from tcal_components.data import BatchStream, prepare_batch
 from tcal_components.distillation.linear_kl import LinearKL
 from tcal_components.distillation.model import DistillModel
 from tcal_components.distillation.optimizer import build_optimizer, parameter_groups
+from tcal_components.distillation.settings import DistillConfig, DistillResult
 from tcal_components.distributed.parallel import ParallelContext, reshard
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 
 OnLog = Callable[[dict[str, float], int], None]
 OnEval = Callable[[int], Mapping[str, float]]
-
-
-@dataclasses.dataclass(frozen=True)
-class DistillConfig:
-    """Settings of the distillation.
-
-    Attributes:
-        tokens: to train on; the number of steps is ``tokens // (batch_size * seq_len)``.
-        batch_size: sequences a step, over all processes.
-        seq_len: tokens a sequence.
-        micro_batch_size: sequences a forward pass of one process; None takes its whole share. Less saves memory.
-        lr: peak learning rate of the converted layers' mixers.
-        base_lr: peak learning rate of everything else.
-        weight_decay: of matrices.
-        warmup_steps: linear warm-up from 0; then a cosine to 0.
-        clip_grad_norm: largest norm of the global gradient; None does not clip.
-        eval_every_steps: how often to evaluate besides the end; None only at the end.
-        save_every_steps: how often to save a checkpoint besides the end; None only at the end.
-        log_every_steps: how often to report.
-        activation_offloading: saved activations wait on the CPU; CUDA only.
-        optimizer: component of the optimizer; None is AdamW.
-        seed: of whatever is random in a step, such as stochastic rounding.
-    """
-
-    tokens: int
-    batch_size: int
-    seq_len: int
-    micro_batch_size: int | None = None
-    lr: float = 1e-3
-    base_lr: float = 1e-4
-    weight_decay: float = 0.0
-    warmup_steps: int = 10
-    clip_grad_norm: float | None = 1.0
-    eval_every_steps: int | None = None
-    save_every_steps: int | None = None
-    log_every_steps: int = 1
-    activation_offloading: bool = False
-    optimizer: Mapping[str, Any] | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in (
-            "batch_size",
-            "seq_len",
-            "micro_batch_size",
-            "eval_every_steps",
-            "save_every_steps",
-            "log_every_steps",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"distill.{name} is {value}, expected at least 1")
-        if self.tokens < self.batch_size * self.seq_len:
-            raise ValueError(
-                f"distill.tokens is {self.tokens}, expected at least one step: batch_size {self.batch_size} x seq_len "
-                f"{self.seq_len} = {self.batch_size * self.seq_len}"
-            )
-        for name in ("lr", "base_lr", "weight_decay", "warmup_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"distill.{name} is {getattr(self, name)}, expected 0 or more")
-        if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
-            raise ValueError(f"distill.clip_grad_norm is {self.clip_grad_norm}, expected a number above 0 or null")
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.tokens // (self.batch_size * self.seq_len)
-
-
-@dataclasses.dataclass
-class DistillResult:
-    """What a distillation did.
-
-    Attributes:
-        curve: one entry a reported step: step, tokens, loss, lr, grad_norm, and what the evaluation returned.
-        steps: optimizer steps done, earlier runs included.
-        tokens: tokens seen, earlier runs included.
-        seconds: time of training and evaluation, earlier runs included.
-        finished: False if it was asked to stop before the end.
-    """
-
-    curve: list[dict[str, float]]
-    steps: int
-    tokens: int
-    seconds: float
-    finished: bool
 
 
 class NonFiniteLossError(RuntimeError):
@@ -204,11 +118,11 @@ class Distiller:
                 if stop:
                     finished = False
                     break
-                lr = schedule.get_last_lr()[-1]
+                lr = float(schedule.get_last_lr()[-1])
                 # A function of seed and step alone, so that a resumed run needs no saved generator state.
-                training.set_seed(self.config.seed + self.step)
+                torch.manual_seed((self.config.seed * 1_000_003 + self.step) * self.ctx.world_size + self.ctx.rank)
                 losses, norm = self._accumulate(batch, counted)
-                self._check_finite(losses[0], norm, lr)
+                self._check_finite(losses[2], norm, lr)
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
                 schedule.step()
@@ -316,8 +230,6 @@ class Distiller:
 
     def _save(self) -> None:
         if self.run_state is None or self._saved_at == self.step:
-            return
-        if self.step > 0 and not self.optimizer.state:
             return
         extra = {"curve": self.curve, "seconds": self.seconds, "tokens_per_step": self._tokens_a_step}
         self.run_state.save(self.step, self._state(), extra)

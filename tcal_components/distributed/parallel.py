@@ -227,11 +227,12 @@ def load_full_state_dict(
         model.to_empty(device="cpu" if cpu_offload else ctx.device)
         with ctx.device:
             for module in model.modules():
-                if hasattr(module, "rope_init"):
+                rope_init = getattr(module, "rope_init", None)
+                if callable(rope_init):
                     # FSDP2's offload moves parameters only: the table belongs where the computation is.
                     module.to(ctx.device)
-                    module.rope_init()
-    full = dict(state_dict) if ctx.is_first else {}
+                    rope_init()
+    full: dict[str, Any] = dict(state_dict) if ctx.is_first else {}
     if ctx.mesh is None:
         model.load_state_dict(full, strict=True)
         return
@@ -251,4 +252,5 @@ def gather_full_state_dict(model: nn.Module, *, ctx: ParallelContext) -> dict[st
     reshard(model)
     if ctx.mesh is None:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    return dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
+    full: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return full

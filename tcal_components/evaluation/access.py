@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tcal_components.data.masks import prepare_batch
 
 
-def is_transformers(model: nn.Module) -> bool:
+def is_transformers(model: Any) -> bool:
     """Whether ``model`` is a causal language model of transformers (by its interface, so nothing is imported).
 
     Raises:
@@ -31,7 +31,7 @@ def is_transformers(model: nn.Module) -> bool:
     )
 
 
-def final_hidden(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def final_hidden(model: Any, batch: Mapping[str, Any]) -> Tensor:
     """Hidden states after the final norm.
 
     Args:
@@ -49,27 +49,28 @@ def final_hidden(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return type(model).hidden(model, batch["tokens"], **options)
 
 
-def head_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+def head_of(model: Any) -> Callable[[Tensor], Tensor]:
     """The head, [N, E] -> logits [N, V]."""
     return model.get_output_embeddings() if is_transformers(model) else model.output
 
 
-def layers_of(model: nn.Module) -> nn.ModuleList:
+def layers_of(model: Any) -> list[Any]:
     """The Transformer layers."""
-    return model.base_model.layers if is_transformers(model) else model.layers
+    return list(model.base_model.layers if is_transformers(model) else model.layers)
 
 
-def gathered(model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+def gathered(model: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Calls ``function(*args)`` while the weights of ``model`` are gathered, which matters under FSDP2 only."""
     from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
     if not isinstance(model, FSDPModule):
         return function(*args)
-    if "gathered_call" not in vars(model):
+    sharded: Any = model
+    if "gathered_call" not in vars(sharded):
         # FSDP2 gathers in hooks of `forward` and of methods registered like this one.
-        model.gathered_call = lambda function, *args: function(*args)
-        register_fsdp_forward_method(model, "gathered_call")
-    return model.gathered_call(function, *args)
+        sharded.gathered_call = lambda function, *args: function(*args)
+        register_fsdp_forward_method(sharded, "gathered_call")
+    return sharded.gathered_call(function, *args)
 
 
 @contextlib.contextmanager
@@ -116,7 +117,7 @@ def inputs_for(model: nn.Module, batch: Mapping[str, Tensor], device: torch.devi
             moved = {key: value.to(device) for key, value in batch.items() if isinstance(value, Tensor)}
             prepared: dict[str, Any] = {**batch, **moved}
         else:
-            prepared = prepare_batch(batch, device)
+            prepared = prepare_batch(dict(batch), device)
         return [{**prepared, "position": position.to(device)}]
     if document is None and batch.get("mask") is not None:
         raise ValueError("a transformers model needs `document` in the batch, not a mask")

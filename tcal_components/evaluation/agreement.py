@@ -121,10 +121,9 @@ def _compare(
     def compute_student() -> Tensor:
         student_states, student_hidden = _run(student, inputs, keep)
         errors = [_relative_error(s, t) for s, t in zip(student_states, teacher_states)]
-        same = kl = torch.zeros((), dtype=torch.float64, device=keep.device)
 
-        def heads() -> tuple[Tensor, Tensor]:
-            nonlocal same, kl
+        def heads() -> Tensor:
+            both = torch.zeros(2, dtype=torch.float64, device=keep.device)  # same top token, KL
             for s, t in zip(student_hidden.split(chunk_tokens), teacher_hidden.split(chunk_tokens)):
                 student_logits, teacher_logits = head_of(student)(s), head_of(teacher)(t)
                 if student_logits.shape[-1] != teacher_logits.shape[-1]:
@@ -132,13 +131,12 @@ def _compare(
                         f"agreement: vocabularies differ, teacher {teacher_logits.shape[-1]}, "
                         f"student {student_logits.shape[-1]}"
                     )
-                same = same + (student_logits.argmax(-1) == teacher_logits.argmax(-1)).sum()
+                both[0] += (student_logits.argmax(-1) == teacher_logits.argmax(-1)).sum()
                 log_q, log_p = _log_softmax(student_logits), _log_softmax(teacher_logits)
-                kl = kl + (log_p.exp() * (log_p - log_q)).sum(-1).double().sum()
-            return same, kl
+                both[1] += (log_p.exp() * (log_p - log_q)).sum(-1).double().sum()
+            return both
 
-        same, kl = gathered(teacher, heads)
-        return torch.stack([keep.sum().double(), same.double(), kl, *errors])
+        return torch.cat([keep.sum().double()[None], gathered(teacher, heads), *(error[None] for error in errors)])
 
     return gathered(student, compute_student)
 

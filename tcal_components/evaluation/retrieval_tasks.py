@@ -13,17 +13,128 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-_PLACES = "garden harbour library station market bridge forest kitchen village museum tower valley".split()
-_THINGS = "lamp basket letter window carriage clock ladder blanket fence kettle mirror wagon".split()
-_DEEDS = "was painted last spring|stood open all day|is older than the road|was sold twice|needs new paint".split("|")
-_WEATHER = "The rain came late.|The wind turned north.|A bell rang twice.|The path was dry.|Nobody spoke.".split("|")
-_KEYS = (
-    "amber anchor apple arrow autumn badger barrel beacon birch canyon castle cedar cherry cobalt copper coral crystal "
-    "dragon eagle ember falcon feather fern flint galaxy ginger glacier granite hazel hollow indigo island ivory jade "
-    "jasper juniper kestrel lantern lemon lilac linen lotus magnet maple marble meadow meteor mint nectar nickel "
-    "nutmeg oasis ocean olive onyx orchid otter pebble pepper pine plum prism quartz raven river rocket saffron sage "
-    "sapphire shadow silver sparrow spruce summit sunset thistle thunder tiger topaz tulip tundra velvet violet walnut"
-).split()
+_PLACES = [
+    "garden",
+    "harbour",
+    "library",
+    "station",
+    "market",
+    "bridge",
+    "forest",
+    "kitchen",
+    "village",
+    "museum",
+    "tower",
+    "valley",
+]
+_THINGS = [
+    "lamp",
+    "basket",
+    "letter",
+    "window",
+    "carriage",
+    "clock",
+    "ladder",
+    "blanket",
+    "fence",
+    "kettle",
+    "mirror",
+    "wagon",
+]
+_DEEDS = [
+    "was painted last spring",
+    "stood open all day",
+    "is older than the road",
+    "was sold twice",
+    "needs new paint",
+]
+_WEATHER = ["The rain came late.", "The wind turned north.", "A bell rang twice.", "The path was dry.", "Nobody spoke."]
+_KEYS = [
+    "amber",
+    "anchor",
+    "apple",
+    "arrow",
+    "autumn",
+    "badger",
+    "barrel",
+    "beacon",
+    "birch",
+    "canyon",
+    "castle",
+    "cedar",
+    "cherry",
+    "cobalt",
+    "copper",
+    "coral",
+    "crystal",
+    "dragon",
+    "eagle",
+    "ember",
+    "falcon",
+    "feather",
+    "fern",
+    "flint",
+    "galaxy",
+    "ginger",
+    "glacier",
+    "granite",
+    "hazel",
+    "hollow",
+    "indigo",
+    "island",
+    "ivory",
+    "jade",
+    "jasper",
+    "juniper",
+    "kestrel",
+    "lantern",
+    "lemon",
+    "lilac",
+    "linen",
+    "lotus",
+    "magnet",
+    "maple",
+    "marble",
+    "meadow",
+    "meteor",
+    "mint",
+    "nectar",
+    "nickel",
+    "nutmeg",
+    "oasis",
+    "ocean",
+    "olive",
+    "onyx",
+    "orchid",
+    "otter",
+    "pebble",
+    "pepper",
+    "pine",
+    "plum",
+    "prism",
+    "quartz",
+    "raven",
+    "river",
+    "rocket",
+    "saffron",
+    "sage",
+    "sapphire",
+    "shadow",
+    "silver",
+    "sparrow",
+    "spruce",
+    "summit",
+    "sunset",
+    "thistle",
+    "thunder",
+    "tiger",
+    "topaz",
+    "tulip",
+    "tundra",
+    "velvet",
+    "violet",
+    "walnut",
+]
 
 
 class Tokenizer(Protocol):
@@ -32,6 +143,8 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]: ...
+
+    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -110,7 +223,7 @@ def _needle(rng: random.Random, tokenizer: Tokenizer, distance: int, *, keys: in
         f"\nQuestion: What is the secret number of {names[0]}?\nAnswer: The secret number of {names[0]} is",
     )
     lead, value, end = statements[0]
-    others = [sum(parts, []) for parts in statements[1:]]
+    others = [[*begin, *number, *stop] for begin, number, stop in statements[1:]]
     # Half of the other statements stand before the one that is asked for, half after it.
     before, after = others[: len(others) // 2], others[len(others) // 2 :]
     gap = _gap(task, distance, len(value) + len(end) + sum(map(len, after)) + len(question))

@@ -17,7 +17,7 @@ from tcal_components.reporting._format import short_number
 DARK, MID, LIGHT, TEACHER = "#12355b", "#e07b00", "#8cc4e8", "#000000"
 SERIES = ((DARK, "-", "o"), (MID, "--", "s"), (LIGHT, "-.", "^"), ("#7a7a7a", ":", "D"), ("#5b1a4a", "-", "v"))
 _DPI = 150
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.spines.top": False,

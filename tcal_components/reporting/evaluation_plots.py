@@ -17,7 +17,7 @@ def _lines(axis: Any, curves: Mapping[str, Iterable[tuple[float, float]]]) -> No
         axis.plot(x, y, color=colour, linestyle=line, marker=marker, markersize=4.5, label=name)
 
 
-def _context_axis(axis: Any, contexts: Iterable[int], label: str = "context (tokens)") -> None:
+def _context_axis(axis: Any, contexts: Iterable[float], label: str = "context (tokens)") -> None:
     contexts = sorted(set(contexts))
     axis.set_xscale("log", base=2)
     axis.set_xticks(contexts[:: max(1, len(contexts) // 8)])

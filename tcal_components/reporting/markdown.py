@@ -62,7 +62,7 @@ def perplexity_table(report: Mapping[str, Any]) -> str:
 
 def _models(report: Mapping[str, Any]) -> str:
     teacher, student = report["teacher"], report["student"]
-    rows = []
+    rows: list[Sequence[Any]] = []
     if teacher.get("parameters"):
         rows.append(("teacher", teacher.get("family"), f"{teacher['parameters']:,}", None, None))
     if student.get("parameters"):

@@ -132,7 +132,7 @@ def plot_gates(report: Mapping[str, Any], path: Path) -> bool:
     rows = report.get("gates") or {}
     panels = [
         (key, title)
-        for key, title in (("write", "Write gate, mean beta"), ("output", "Output gate, mean |silu(g)|"))
+        for key, title in (("write", "Write gate, mean beta"), ("output", "Output gate, mean silu(g)"))
         if any(f"{key}_{when}" in row for row in rows.values() for when in ("before", "after"))
     ]
     if not panels:
@@ -140,7 +140,8 @@ def plot_gates(report: Mapping[str, Any], path: Path) -> bool:
     with figure(len(panels), width=6.0, path=path) as (_, axes):
         for axis, (key, title) in zip(axes, panels):
             _before_after(axis, rows, f"{key}_before", f"{key}_after")
-            axis.set_ylim(*((0, 1) if key == "write" else (0, axis.get_ylim()[1] * 1.05)))
+            low, high = axis.get_ylim()
+            axis.set_ylim(*((0, 1) if key == "write" else (min(0, low), max(0, high))))
             axis.set_ylabel(title + (" (0 shut, 1 open)" if key == "write" else ""))
             _legend_above(axis)
     return True

@@ -10,12 +10,13 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from tcal_components.reporting.environment import StageClock, device_description, package_versions
 from tcal_components.reporting.markdown import write_markdown
@@ -26,8 +27,8 @@ STAGES = ("measure", "initialize", "align", "distill", "export")
 
 # What each stage owns, as paths into the report: cleared when the stage starts afresh, so no number outlives its cause.
 _OWNED_BY_STAGE: dict[str, tuple[tuple[str, ...], ...]] = {
-    "measure": (("tokens", "calibration"), ("half_life",), ("dropped",)),
-    "initialize": (("perplexity", "naive"), ("perplexity", "analytic"), ("gates",)),
+    "measure": (("tokens", "calibration"),),
+    "initialize": (("perplexity", "naive"), ("perplexity", "analytic"), ("half_life",), ("gates",)),
     "align": (("perplexity", "aligned"), ("alignment_error",), ("tokens", "alignment"), ("alignment_curve",)),
     "distill": (("perplexity", "distilled"), ("tokens", "distillation"), ("recovery_curve",)),
     "export": (("export", "path"), ("export", "format"), ("export", "max_abs_logit_diff"))
@@ -41,10 +42,12 @@ def sanitize(value: Any) -> Any:
         return sanitize(value.detach().cpu().tolist())
     if isinstance(value, Mapping):
         return {str(key): sanitize(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [sanitize(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
     if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, (set, frozenset)):
+        return [sanitize(item) for item in sorted(value)]
+    if isinstance(value, Sequence):
+        return [sanitize(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (Path, torch.dtype, torch.device)):
@@ -92,9 +95,7 @@ def load_report(path: str | Path) -> dict[str, Any]:
 
 def config_sha256(config: Any) -> str:
     """SHA-256 of the resolved config; the order of its keys does not count."""
-    if not isinstance(config, Mapping):
-        from omegaconf import OmegaConf
-
+    if OmegaConf.is_config(config):
         config = OmegaConf.to_container(config, resolve=True)
     text = json.dumps(sanitize(config), sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tcal_components.calibration.capture import capture_attention, capture_batch, run_hidden
+from tcal_components.calibration.capture import capture_attention, capture_batch, run_hidden, student_precision
 from tcal_components.models._decoder import build_decoder
 
 
@@ -55,3 +55,13 @@ def test_run_hidden_equals_the_forward_up_to_the_head(teacher, make_batch):
     hidden = run_hidden(teacher, {**batch, "labels": batch["tokens"]})
     logits = teacher(batch["tokens"], mask=batch["mask"], input_pos=batch["input_pos"])
     torch.testing.assert_close(teacher.output(hidden), logits)
+
+
+def test_callback_runs_outside_of_autocast(teacher, make_batch):
+    def check(capture):
+        assert capture.y.dtype == torch.bfloat16 and not torch.is_autocast_enabled("cpu")
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+        with student_precision(capture.y):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+    capture_batch(teacher, [0, 2], make_batch(), check, autocast_dtype=torch.bfloat16)

@@ -66,7 +66,9 @@ def test_equal_to_dense_attention(make_teacher, make_batch, dtype):
             "median_distance": histogram_quantiles(expected["histogram"], [0.5])[:, 0],
             "recent": expected["histogram"][:, :4] / expected["histogram"].sum(1, keepdim=True),
         }.items():
-            torch.testing.assert_close(getattr(got, name), value.float(), **tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                getattr(got, name), value.float(), **tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
         values = expected["all_x"].float() @ got.w_star
         assert float(values.mean()) == pytest.approx(1.0, abs=1e-4)
         assert float(values.std(unbiased=False)) == pytest.approx(float(got.w_star_std), rel=1e-3, abs=1e-4)

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from torchtune.models.llama3 import llama3
@@ -35,11 +37,11 @@ def test_resume_at_any_step_with_another_number_of_processes():
 
 
 def test_each_epoch_is_another_permutation():
-    flat = sum(collect(10), [])
+    flat = list(itertools.chain(*collect(10)))
     epochs = [flat[i : i + 10] for i in range(0, 40, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert sum(collect(5, shuffle=False), []) == [*range(10)] * 2
+    assert list(itertools.chain(*collect(5, shuffle=False))) == [*range(10)] * 2
 
 
 def test_neighbouring_seeds_do_not_share_permutations():

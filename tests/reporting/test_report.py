@@ -52,10 +52,10 @@ def test_every_key_of_the_contract_is_there_from_the_first_write(tmp_path, confi
 
 
 def test_config_hash_ignores_key_order_and_resolves():
-    one = OmegaConf.create({"a": 1, "b": {"x": 2, "y": "${a}"}})
-    other = {"b": {"y": 1, "x": 2}, "a": 1}
+    one = OmegaConf.create({"a": 1, "b": {"x": [2, "${a}"], "y": "${a}"}})
+    other = {"b": {"y": 1, "x": [2, 1]}, "a": 1}
     assert config_sha256(one) == config_sha256(other)
-    assert config_sha256(other) != config_sha256({"b": {"y": 1, "x": 3}, "a": 1})
+    assert config_sha256(other) != config_sha256({"b": {"y": 1, "x": [1, 2]}, "a": 1})
 
 
 def test_stage_records_time_tokens_and_memory(tmp_path, config):

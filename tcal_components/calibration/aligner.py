@@ -1,0 +1,265 @@
+"""One step at a time: the alignment of all converted layers from one teacher forward a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from tcal_components.calibration.capture import AttentionCapture, capture_batch, student_precision
+from tcal_components.calibration.collectives import all_sum_, world_size
+from tcal_components.calibration.layer_optimizer import AlignConfig, LayerOptimizer
+from tcal_components.calibration.layer_sums import batch_documents
+from tcal_components.calibration.projections import whole
+from tcal_components.modules.hybrid_decoder import HybridDecoder
+
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AlignResult:
+    """Outcome of an alignment.
+
+    Attributes:
+        weights: ``layers.{i}.attn.{name}`` to float32 tensors on the CPU: of each layer those of its lowest held-out error.
+        error: by layer ``{"first", "last", "step"}``: relative held-out error before the first step, error of the chosen
+            weights, and the step after which they were taken.
+        curve: one ``{"step", "error": {layer: relative held-out error}}`` per evaluation.
+        steps: optimizer steps made.
+        tokens: tokens seen by all processes, padding included.
+    """
+
+    weights: dict[str, Tensor]
+    error: dict[int, dict[str, float]]
+    curve: list[dict[str, Any]]
+    steps: int
+    tokens: int
+
+
+class Aligner:
+    """Teacher-forced alignment of all converted layers, one step at a time.
+
+    Each layer minimises |student(x) - y|^2 / |y|^2 (or the mean square, as published) on its own, right after the
+    teacher's layer has run, so activations and gradients of one layer at a time are alive. Mixers may be plain modules
+    (the same on every process; gradients are summed) or modules sharded by FSDP2, each on its own.
+
+    Args:
+        teacher: ``HybridDecoder`` teacher, plain or under FSDP2.
+        mixers: by layer index (as text), float32, on the device of the batches; trained in place.
+        config: numbers of the run.
+        autocast_dtype: run the teacher under autocast to this type; mixers compute in the type of its outputs.
+
+    Attributes:
+        step: optimizer steps made.
+        tokens: tokens seen.
+        curve: held-out errors so far, see :class:`AlignResult`.
+    """
+
+    def __init__(
+        self,
+        *,
+        teacher: HybridDecoder,
+        mixers: nn.ModuleDict,
+        config: AlignConfig,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.teacher = teacher
+        self.mixers = mixers
+        self.config = config
+        self.layers = sorted(int(layer) for layer in mixers)
+        self._autocast_dtype = autocast_dtype
+        self._optimizers = {layer: LayerOptimizer(mixers[str(layer)], config) for layer in self.layers}
+        self._best = {layer: self._copy(layer) for layer in self.layers}
+        self._best_error = {layer: math.inf for layer in self.layers}
+        self._best_step = {layer: 0 for layer in self.layers}
+        self.step = 0
+        self.tokens = 0
+        self.curve: list[dict[str, Any]] = []
+
+    def train_step(self, batch: Batch) -> dict[str, dict[int, float]]:
+        """One forward of the teacher and one optimizer step of every layer.
+
+        Args:
+            batch: this process's part of the prepared batch.
+
+        Returns:
+            dict: ``error`` (relative, of this batch before the step) and ``grad_norm`` by layer.
+
+        Raises:
+            FloatingPointError: the loss of a layer is no longer finite.
+        """
+        valid = batch_documents(batch) >= 0
+        errors: list[Tensor] = []
+        norms: list[Tensor] = []
+
+        def train(capture: AttentionCapture) -> None:
+            mixer, optimizer = self.mixers[str(capture.layer)], self._optimizers[capture.layer]
+            with torch.enable_grad():
+                error, energy = _error_and_energy(mixer, capture, valid)
+                # The sum over all processes: then the result does not depend on how a batch is split.
+                energy = all_sum_(energy).clamp_min(torch.finfo(energy.dtype).tiny)
+                scale = energy
+                if not self.config.relative:
+                    scale = all_sum_(valid.sum().to(energy.dtype)).clamp_min(1.0) * capture.y.shape[-1]
+                (error / scale).backward()
+            norms.append(optimizer.step(self.step))
+            errors.append(error.detach() / energy)
+
+        self._forward(batch, train)
+        values = all_sum_(torch.stack(errors)).tolist()
+        self._check_finite(values, "training")
+        self.step += 1
+        self.tokens += batch["tokens"].numel() * world_size()
+        return {
+            "error": dict(zip(self.layers, values)),
+            "grad_norm": dict(zip(self.layers, torch.stack(norms).tolist())),
+        }
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> dict[int, float]:
+        """Measures the held-out error and keeps the weights of every layer that improved.
+
+        The copies are taken here, from the very weights that were measured.
+
+        Args:
+            batches: this process's held-out batches, the same number on every process.
+
+        Returns:
+            dict: relative error by layer.
+
+        Raises:
+            ValueError: no batch.
+            FloatingPointError: an error that is not finite.
+        """
+        sums: dict[int, Tensor] = {}
+        for batch in batches:
+            valid = batch_documents(batch) >= 0
+
+            def add(capture: AttentionCapture, valid: Tensor = valid) -> None:
+                mixer = self.mixers[str(capture.layer)]
+                part = torch.stack(_error_and_energy(mixer, capture, valid)).double()
+                sums[capture.layer] = sums.get(capture.layer, 0.0) + part
+                if isinstance(mixer, FSDPModule):
+                    mixer.reshard()  # FSDP2 keeps a root's gathered weights after a forward without backward
+
+            self._forward(batch, add)
+        if not sums:
+            raise ValueError("alignment needs at least one held-out batch to choose weights by, but none was given")
+        totals = all_sum_(torch.stack([sums[layer] for layer in self.layers]))
+        values = (totals[:, 0] / totals[:, 1].clamp_min(torch.finfo(torch.float64).tiny)).tolist()
+        self._check_finite(values, "held-out")
+        result = dict(zip(self.layers, values))
+        self.curve.append({"step": self.step, "error": result})
+        for layer, value in result.items():
+            if value < self._best_error[layer]:
+                self._best[layer], self._best_error[layer], self._best_step[layer] = self._copy(layer), value, self.step
+        return result
+
+    @torch.no_grad()
+    def result(self) -> AlignResult:
+        """Puts the best weights of each layer into the mixers and gathers them (every process must call this)."""
+        weights = {}
+        for layer in self.layers:
+            for name, parameter in self.mixers[str(layer)].named_parameters():
+                parameter.copy_(self._best[layer][name])
+                weights[f"layers.{layer}.attn.{name}"] = whole(parameter).float().cpu().clone()
+        first = self.curve[0]["error"]
+        error = {
+            layer: {"first": first[layer], "last": self._best_error[layer], "step": self._best_step[layer]}
+            for layer in self.layers
+        }
+        return AlignResult(weights=weights, error=error, curve=self.curve, steps=self.step, tokens=self.tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs besides the position of its data, which is ``step``.
+
+        Tensors are the live ones, not copies: save before the next step. Keys are flat, names carry the parameter, and
+        sharded tensors stay sharded, as torch.distributed.checkpoint wants them.
+
+        Returns:
+            dict: ``mixer.*``, ``exp_avg.*``, ``exp_avg_sq.*``, ``best.*`` tensors and ``progress``, plain numbers.
+        """
+        progress = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "curve": self.curve,
+            "best_error": self._best_error,
+            "best_step": self._best_step,
+        }
+        return {**self._tensors(), "progress": progress}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from what :meth:`state_dict` gave.
+
+        Args:
+            state: of a run with the same converted layers and sizes.
+
+        Raises:
+            ValueError: other layers or sizes.
+        """
+        own = self._tensors()
+        if set(own) | {"progress"} != set(state):
+            different = sorted(set(own).symmetric_difference(state) - {"progress"})
+            raise ValueError(
+                f"the alignment state is of another student: {(different or ['progress'])[0]} does not match"
+            )
+        for name, tensor in own.items():
+            if tensor.shape != state[name].shape:
+                raise ValueError(
+                    f"the alignment state has {name} of shape {list(state[name].shape)}, expected {list(tensor.shape)}"
+                )
+            tensor.copy_(state[name])
+        progress = state["progress"]
+        self.step, self.tokens = int(progress["step"]), int(progress["tokens"])
+        # JSON turns integer keys into text.
+        self._best_error = {int(layer): float(value) for layer, value in progress["best_error"].items()}
+        self._best_step = {int(layer): int(value) for layer, value in progress["best_step"].items()}
+        self.curve = [
+            {"step": point["step"], "error": {int(layer): value for layer, value in point["error"].items()}}
+            for point in progress["curve"]
+        ]
+        for optimizer in self._optimizers.values():
+            optimizer.set_steps(self.step)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {}
+        for layer in self.layers:
+            for name, parameter in self.mixers[str(layer)].named_parameters():
+                tensors[f"mixer.{layer}.{name}"] = parameter.detach()
+                tensors[f"best.{layer}.{name}"] = self._best[layer][name]
+                for moment, value in self._optimizers[layer].moments(parameter).items():
+                    tensors[f"{moment}.{layer}.{name}"] = value
+        return tensors
+
+    def _copy(self, layer: int) -> dict[str, Tensor]:
+        """Copies one layer's weights; whole ones on the CPU, shards where they are."""
+        return {
+            name: parameter.detach().clone() if hasattr(parameter, "full_tensor") else parameter.detach().cpu().clone()
+            for name, parameter in self.mixers[str(layer)].named_parameters()
+        }
+
+    def _forward(self, batch: Batch, callback: Callable[[AttentionCapture], None]) -> None:
+        capture_batch(self.teacher, self.layers, batch, callback, with_qkv=False, autocast_dtype=self._autocast_dtype)
+
+    def _check_finite(self, values: Sequence[float], kind: str) -> None:
+        for layer, value in zip(self.layers, values):
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"the {kind} error of layer {layer} is {value} at alignment step {self.step}: lower align.lr "
+                    f"({self.config.lr}) and align.projection_lr ({self.config.projection_lr}), or look for NaN in the teacher"
+                )
+
+
+def _error_and_energy(mixer: nn.Module, capture: AttentionCapture, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums |student(x) - y|^2 and |y|^2 over the tokens that are no padding, in at least float32."""
+    with student_precision(capture.y):
+        output = mixer(capture.x, input_pos=capture.input_pos)
+    dtype = torch.promote_types(capture.y.dtype, torch.float32)
+    y = capture.y.to(dtype) * valid[..., None]
+    return (output.to(dtype) * valid[..., None] - y).square().sum(), y.square().sum()

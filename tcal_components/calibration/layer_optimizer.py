@@ -1,0 +1,201 @@
+"""AdamW of one converted layer during alignment: groups by name, schedule, gradient sum and clipping."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tcal_components.calibration.collectives import all_sum_, world_size
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
+# Marks on parameters (`_no_weight_decay`) are lost by deepcopy, assigning loads and fully_shard; names are not.
+NO_DECAY = ("decay", "o_norm", "q_conv", "k_conv", "v_conv")
+PARTS = (*PROJECTIONS, "g_proj", "a_proj", "b_proj", *NO_DECAY)
+
+
+@dataclass(frozen=True)
+class AlignConfig:
+    """Numbers of the alignment (config section ``align``).
+
+    Args:
+        steps: optimizer steps.
+        batch_size: sequences per step over all processes.
+        seq_len: tokens per sequence.
+        lr: peak learning rate of the parameters that the teacher does not have (gates, decay, convolutions, o_norm).
+        projection_lr: peak learning rate of the copied projections q, k, v and output.
+        warmup_steps: linear warm-up.
+        min_lr_ratio: share of the peak at which the cosine ends.
+        weight_decay: of matrices; never of A_log, dt_bias, o_norm and convolutions.
+        betas: of AdamW.
+        eps: of AdamW.
+        max_grad_norm: clip the gradient norm of each layer; None does not clip.
+        eval_every: steps between held-out evaluations (one more follows the last step).
+        heldout_batches: number of held-out batches of ``batch_size`` sequences.
+        relative: minimise |student - y|^2 / |y|^2; False takes the mean squared error, as published.
+        frozen: parts of the mixer that are not trained, such as ``output_proj`` and ``o_norm`` as published.
+        fixed_sequences: train on these few sequences again and again, as published; None takes fresh text.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    steps: int = 300
+    batch_size: int = 8
+    seq_len: int = 512
+    lr: float = 6e-3
+    projection_lr: float = 2e-3
+    warmup_steps: int = 10
+    min_lr_ratio: float = 0.0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_grad_norm: float | None = 1.0
+    eval_every: int = 25
+    heldout_batches: int = 4
+    relative: bool = True
+    frozen: tuple[str, ...] = ()
+    fixed_sequences: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("steps", 0),
+            ("batch_size", 1),
+            ("seq_len", 2),
+            ("warmup_steps", 0),
+            ("eval_every", 1),
+            ("heldout_batches", 1),
+            ("lr", 0.0),
+            ("projection_lr", 0.0),
+            ("weight_decay", 0.0),
+            ("min_lr_ratio", 0.0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"align.{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            raise ValueError(
+                f"align.max_grad_norm is {self.max_grad_norm}; it must be positive, or null for no clipping"
+            )
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"align.betas is {self.betas}; it must be two numbers in [0, 1)")
+        unknown = [part for part in self.frozen if part not in PARTS]
+        if unknown:
+            raise ValueError(f"align.frozen has {unknown[0]!r}; allowed: {', '.join(PARTS)}")
+        if self.fixed_sequences is not None and self.fixed_sequences < 1:
+            raise ValueError(
+                f"align.fixed_sequences is {self.fixed_sequences}; it must be at least 1, or null for fresh text"
+            )
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of training text that the run reads, each once a pass over it."""
+        sequences = self.steps * self.batch_size if self.fixed_sequences is None else self.fixed_sequences
+        return max(sequences, 1) * self.seq_len
+
+    def schedule(self, step: int) -> float:
+        """Share of the peak learning rate at a step: linear warm-up, then cosine.
+
+        Args:
+            step: steps made before, from 0.
+
+        Returns:
+            float: in (0, 1].
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
+        return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+
+
+def parameter_groups(mixer: nn.Module, config: AlignConfig) -> list[dict[str, object]]:
+    """Groups of AdamW by the names of the parameters.
+
+    Args:
+        mixer: Gated DeltaNet layer.
+        config: learning rates and weight decay.
+
+    Returns:
+        list: groups with ``params``, ``lr``, ``peak_lr`` and ``weight_decay``.
+    """
+    groups: dict[tuple[float, float], list[Tensor]] = {}
+    for name, parameter in mixer.named_parameters():
+        part = name.split(".")[0]
+        lr = config.projection_lr if part in PROJECTIONS else config.lr
+        groups.setdefault((lr, 0.0 if part in NO_DECAY else config.weight_decay), []).append(parameter)
+    return [
+        {"params": params, "lr": lr, "peak_lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()
+    ]
+
+
+class LayerOptimizer:
+    """AdamW of one mixer, plain or sharded by FSDP2.
+
+    Args:
+        mixer: the layer; its parameters are trained.
+        config: numbers of the run.
+    """
+
+    def __init__(self, mixer: nn.Module, config: AlignConfig) -> None:
+        self._config = config
+        self._parameters = [
+            parameter.requires_grad_(name.split(".")[0] not in config.frozen)
+            for name, parameter in mixer.named_parameters()
+        ]
+        self._sharded = any(hasattr(parameter, "full_tensor") for parameter in self._parameters)
+        self._adamw = torch.optim.AdamW(parameter_groups(mixer, config), betas=config.betas, eps=config.eps)
+        # The state exists from the start, so that a run can be saved and loaded before its first step.
+        for parameter in self._parameters:
+            self._adamw.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def step(self, number: int) -> Tensor:
+        """One step from the gradients of this process's share of the loss; clears them.
+
+        Args:
+            number: steps made before.
+
+        Returns:
+            Tensor: gradient norm before clipping, a scalar.
+        """
+        self._sum_gradients()
+        limit = self._config.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        factor = self._config.schedule(number)
+        for group in self._adamw.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        return norm.detach()
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        """The gradient of the whole loss: every process holds that of its share."""
+        processes = world_size()
+        if processes == 1:
+            return
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self._sharded:
+            # FSDP2 has averaged them; the loss is already divided by the energy of all processes.
+            for gradient in gradients:
+                gradient.mul_(processes)
+            return
+        for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
+            bucket = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = all_sum_(torch.cat([gradient.flatten() for gradient in bucket]))
+            for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
+                gradient.copy_(part.view_as(gradient))
+
+    def moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Running means of one parameter's gradient and squared gradient."""
+        return {name: self._adamw.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")}
+
+    def set_steps(self, steps: int) -> None:
+        """Sets AdamW's own counters after its moments were loaded."""
+        for parameter in self._parameters:
+            self._adamw.state[parameter]["step"].fill_(steps)
