@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from tcal_components.calibration.alignment import AlignConfig
 from tcal_components.calibration.comparison import mean_curve, summarise, targets, tokens_to_ratios
 from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions, initialize_mixers
 from tcal_components.calibration.resumable import resumable_alignment, stored_statistics
+from tcal_components.calibration.statistics import Statistics
 from tcal_components.checkpoint.artifacts import read_tensors, write_tensors
 from tcal_components.checkpoint.fingerprint import fingerprint, stored_fingerprint
 from tcal_components.checkpoint.run_state import RunState
@@ -221,6 +223,8 @@ class AblateInitialization:
                 "data": bench.provenance(),
             }
         )
+        for part in ("ablation", "recovery", "recovery_curve"):
+            self.report.replace(part, {})  # of an earlier run, perhaps with other settings
         self.teacher_perplexity = bench.perplexity(self.teacher, label="teacher")
         self.report.update({"teacher": {"perplexity": self.teacher_perplexity}})
         cells: list[dict[str, Any]] = []
@@ -240,7 +244,8 @@ class AblateInitialization:
 
     def cells(self, start: str, seed: int) -> list[dict[str, Any]]:
         """The cells of one start and seed: read where they are there, made where not."""
-        found, weights, seconds, error = [], None, 0.0, None
+        found: list[dict[str, Any]] = []
+        made: tuple[dict[str, Tensor], dict[str, float], dict[int, float]] | None = None
         for alignment in self.alignments:
             path, made_of = (
                 self.out / "cells" / f"{start}.{alignment}.{seed}.json",
@@ -249,11 +254,11 @@ class AblateInitialization:
             cell = _read_cell(path, made_of)
             kept = self._weights_path(start, alignment) if self._is_recovered(start, alignment, seed) else None
             if cell is None or (kept is not None and stored_fingerprint(kept) != made_of):
-                if weights is None:
-                    weights, seconds, error = self.initialize(start, seed)
+                made = made or self.initialize(start, seed)
+                weights, seconds, error = made
                 self.bench.log(f"cell: start {start}, alignment {alignment}, seed {seed}")
                 cell, aligned = self.align(start, alignment, seed, weights, error, made_of)
-                cell["seconds"] = {"initialize": round(seconds, 3), **cell["seconds"]}
+                cell["seconds"] = {**seconds, **cell["seconds"]}
                 if kept is not None and self.ctx.is_first:
                     write_tensors(kept, aligned, fingerprint=made_of)
                 if self.ctx.is_first:
@@ -262,22 +267,12 @@ class AblateInitialization:
             found.append(cell)
         return found
 
-    def initialize(self, start: str, seed: int) -> tuple[dict[str, Tensor], float, dict[int, float]]:
-        """Weights of a start, the seconds that they took, and the held-out error by layer."""
+    def initialize(self, start: str, seed: int) -> tuple[dict[str, Tensor], dict[str, float], dict[int, float]]:
+        """Weights of a start, the seconds that they took by stage, and the held-out error by layer."""
         bench, config = self.bench, self.starts[start]
         needs = STRATEGIES[config.strategy].needs_statistics
-        statistics, began = None, time.perf_counter()
-        if needs:
-            statistics = stored_statistics(
-                self.out / "measure" / "statistics.safetensors",
-                fingerprint=fingerprint(self._base_print()),
-                teacher=self.teacher,
-                layers=bench.converted,
-                batches=lambda: bench.calibration_batches(self.ablate.batch_size),
-                query_block=self.ablate.query_block,
-                ctx=self.ctx,
-                autocast_dtype=self.autocast,
-            )
+        statistics = self.statistics() if needs else None
+        seconds, began = {"measure": self.report["seconds"]["measure"]} if needs else {}, time.perf_counter()
         found = initialize_mixers(
             config.strategy,
             teacher=self.teacher,
@@ -293,7 +288,25 @@ class AblateInitialization:
             autocast_dtype=self.autocast,
         )
         error = {layer: float(notes["heldout_error"]) for layer, notes in found.diagnostics.items()}
-        return found.weights, time.perf_counter() - began, error
+        return found.weights, {**seconds, "initialize": round(time.perf_counter() - began, 3)}, error
+
+    def statistics(self) -> Statistics:
+        """The teacher's statistics, measured once for all starts that need them."""
+        path, made_of = self.out / "measure" / "statistics.safetensors", fingerprint(self._base_print())
+        arguments = {
+            "teacher": self.teacher,
+            "layers": self.bench.converted,
+            "batches": lambda: self.bench.calibration_batches(self.ablate.batch_size),
+            "query_block": self.ablate.query_block,
+            "ctx": self.ctx,
+            "autocast_dtype": self.autocast,
+        }
+        if path.is_file() and self.report.finished("measure"):
+            return stored_statistics(path, fingerprint=made_of, **arguments)
+        with self.report.stage("measure") as clock:
+            found = stored_statistics(path, fingerprint=made_of, **arguments)
+            clock.add_tokens(self.bench.data["calibration"].num_tokens)
+        return found
 
     def align(
         self,
@@ -431,8 +444,8 @@ class AblateInitialization:
             run["seconds"] = round(result.seconds, 3)
         if self.ctx.is_first:
             write_json(path, run)
-            marker.unlink(missing_ok=True)
-        state.clear()
+            shutil.rmtree(state.directory)
+        self.ctx.barrier()
         return run
 
     def _student(self, mixers: Mapping[str, Tensor]) -> HybridDecoder:

@@ -143,6 +143,7 @@ class SelectLayers:
                 "data": bench.provenance(),
             }
         )
+        self.report.replace("selection", {})  # of an earlier run, perhaps with other settings
         mixers = None
         if any(POLICIES[name].mixers for name in select.policies):
             mixers = self.initialize()

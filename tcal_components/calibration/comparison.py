@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
@@ -20,7 +21,7 @@ def value_at(curve: Curve, x: float) -> float | None:
     Returns:
         The value; None outside of the curve.
     """
-    for (x0, y0), (x1, y1) in zip(curve, curve[1:]):
+    for (x0, y0), (x1, y1) in pairwise(curve):
         if x0 <= x <= x1:
             share = (x - x0) / (x1 - x0) if x1 > x0 else 0.0
             return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
@@ -39,7 +40,7 @@ def first_reach(curve: Curve, target: float) -> float | None:
     """
     if curve and curve[0][1] <= target:
         return curve[0][0]
-    for (x0, y0), (x1, y1) in zip(curve, curve[1:]):
+    for (x0, y0), (x1, y1) in pairwise(curve):
         if y1 <= target < y0:
             return x0 + (x1 - x0) * (math.log(y0) - math.log(target)) / (math.log(y0) - math.log(y1))
     return None

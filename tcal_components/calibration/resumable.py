@@ -117,6 +117,8 @@ def resumable_alignment(
         autocast_dtype=autocast_dtype,
     )
     state.clear()
+    if rank() == 0 and state.directory.is_dir():
+        state.directory.rmdir()
     return result
 
 

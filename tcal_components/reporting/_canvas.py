@@ -15,7 +15,16 @@ from typing import Any
 from tcal_components.reporting._format import short_number
 
 DARK, MID, LIGHT, TEACHER = "#12355b", "#e07b00", "#8cc4e8", "#000000"
-SERIES = ((DARK, "-", "o"), (MID, "--", "s"), (LIGHT, "-.", "^"), ("#7a7a7a", ":", "D"), ("#5b1a4a", "-", "v"))
+SERIES = (
+    (DARK, "-", "o"),
+    (MID, "--", "s"),
+    (LIGHT, "-.", "^"),
+    ("#7a7a7a", ":", "D"),
+    ("#5b1a4a", "-", "v"),
+    ("#2e8b57", "--", "P"),
+    ("#d4b106", "-", "X"),
+    ("#c2185b", ":", "*"),
+)
 _DPI = 150
 _STYLE: dict[Any, Any] = {
     "font.size": 10,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tcal_components.reporting._canvas import DARK, LIGHT, MID, SERIES, TEACHER, figure, log_axis
 from tcal_components.reporting._format import short_number, short_tokens, table
+
+_GRID = "Each start has the best learning rates of the same grid for itself, in every column."
 
 
 def _spread(value: Mapping[str, Any], digits: int = 4) -> str | None:
@@ -37,7 +40,7 @@ def ablation_table(ablation: Mapping[str, Any], teacher: float | None) -> str:
         "error, first",
         f"after {ablation['after_steps']}",
     ]
-    header += ["last", *(f"steps (tokens) to {reference} at {step}" for step in goals), "tokens", "seconds"]
+    header += ["last", *(f"steps (tokens) to {reference} after {step}" for step in goals), "tokens", "seconds"]
     rows = []
     for row in ablation["rows"]:
         perplexity = row["perplexity"]["mean"]
@@ -106,7 +109,7 @@ def ablation_markdown(report: Mapping[str, Any]) -> str:
         + (" ± standard deviation" if seeds > 1 else "")
         + ". Every "
         "row has the same text. Errors are relative, on held-out text, mean over the converted layers. 'Steps to "
-        f"{ablation['target_start']} at n': steps until the error that {ablation['target_start']} has after n steps of "
+        f"{ablation['target_start']} after n': steps until the error that {ablation['target_start']} has after n steps of "
         f"alignment '{ablation['target_alignment']}'. Teacher: perplexity {short_number(teacher, 4) if teacher else '-'}."
     )
     parts = ["## Starts and alignments", note, ablation_table(ablation, teacher), "![Ablation](ablation.png)"]
@@ -114,8 +117,7 @@ def ablation_markdown(report: Mapping[str, Any]) -> str:
     if recovery:
         parts += [
             "## Recovery by distillation",
-            "Tokens count everything spent: calibration, alignment, distillation. Each start has its own best learning "
-            "rates out of the same grid, in every column.",
+            "Tokens count everything spent: calibration, alignment, distillation. " + _GRID,
             recovery_table(recovery),
             "![Recovery](recovery.png)",
         ]
@@ -145,8 +147,8 @@ def plot_ablation(ablation: Mapping[str, Any], teacher: float | None, path: Path
     for cell in ablation["cells"]:
         if cell["seed"] == seed and cell["steps"]:
             a_step = cell["tokens"]["alignment"] / cell["steps"]
-            points = [(step * a_step, error) for step, error in cell["curve"]]
-            curves.setdefault(cell["alignment"], {})[cell["start"]] = points
+            scaled = [(step * a_step, error) for step, error in cell["curve"]]
+            curves.setdefault(cell["alignment"], {})[cell["start"]] = scaled
     height = max(4.0, 0.32 * len(rows) + 1.4)
     with figure(1 + len(curves), width=6.4, height=height, path=path) as (_, axes):
         _bars(axes[0], rows, teacher)
@@ -174,8 +176,13 @@ def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], teacher: float | None) -
     )
     axis.bar_label(bars, [short_number(value) for value in values], padding=3)
     low = min([*values, *([teacher] if teacher else [])])
+    high = max(values) * max(2.5, (max(values) / low) ** 0.25)
     axis.set_xscale("log")
-    axis.set_xlim(low / 1.5, max(values) * max(2.5, (max(values) / low) ** 0.25))
+    axis.set_xlim(low / 1.5, high)
+    if high / low < 100:  # too few decades for matplotlib's powers of ten to label the axis
+        powers = range(math.floor(math.log10(low / 1.5)), math.ceil(math.log10(high)) + 1)
+        ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+        axis.set_xticks([tick for tick in ticks if low / 1.5 <= tick <= high])
     axis.xaxis.set_major_formatter(lambda value, _: short_number(value))
     axis.xaxis.set_minor_formatter(lambda value, _: "")
     if teacher:

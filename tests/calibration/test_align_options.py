@@ -1,0 +1,74 @@
+"""The options by which the published alignment is told apart: fixed text, frozen parts, absolute error."""
+
+import pytest
+import torch
+
+from tcal_components.calibration.alignment import AlignConfig, Aligner
+from tcal_components.calibration.capture import capture_batch
+from tcal_components.calibration.initialize import initialize_mixers
+from tcal_components.calibration.layer_optimizer import parameter_groups
+from tcal_components.models.spec import GatedDeltaNetSpec
+from tcal_components.modules.conversion import build_mixers, load_mixers
+
+LAYERS = [0, 2]
+PUBLISHED = {"relative": False, "frozen": ("output_proj", "o_norm"), "fixed_sequences": 4, "warmup_steps": 0}
+
+
+@pytest.fixture
+def make_mixers(teacher):
+    def make():
+        gdn = GatedDeltaNetSpec()
+        start = initialize_mixers(
+            "naive", teacher=teacher, layers=LAYERS, gdn_spec=gdn, statistics=None, batches=[], seed=1
+        )
+        return load_mixers(build_mixers(teacher.spec, gdn, LAYERS), start.weights)
+
+    return make
+
+
+def test_frozen_parts_stay_and_the_rest_moves(teacher, make_mixers, make_batch):
+    mixers, before = make_mixers(), make_mixers()
+    aligner = Aligner(teacher=teacher, mixers=mixers, config=AlignConfig(weight_decay=0.1, **PUBLISHED))
+    aligner.train_step(make_batch(1))
+    for (name, value), old in zip(mixers.named_parameters(), before.parameters()):
+        frozen = name.split(".")[1] in PUBLISHED["frozen"]
+        assert torch.equal(value, old) == frozen, name
+
+
+def test_absolute_error_is_the_mean_square(teacher, make_mixers, make_batch):
+    batch = make_batch(7, rows=4, lengths=[12, 20])
+    batch["document"][:2, -20:] = -1  # padding must not count
+    config = AlignConfig(**PUBLISHED)
+    mixers, reference = make_mixers(), make_mixers()
+    aligner = Aligner(teacher=teacher, mixers=mixers, config=config)
+    measured = aligner.train_step(batch)
+    for layer in LAYERS:
+        seen, mixer = [], reference[str(layer)]
+        for name, parameter in mixer.named_parameters():
+            parameter.requires_grad_(name.split(".")[0] not in config.frozen)
+        capture_batch(teacher, [layer], batch, seen.append)
+        valid = batch["document"] >= 0
+        y, output = seen[0].y[valid], mixer(seen[0].x, input_pos=batch["input_pos"])[valid]
+        (output - y).square().mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(mixer.parameters(), config.max_grad_norm)
+        optimizer = torch.optim.AdamW(parameter_groups(mixer, config), betas=config.betas, weight_decay=0.0)
+        optimizer.step()
+        relative = float((output.detach() - y).square().sum() / y.square().sum())
+        assert measured["error"][layer] == pytest.approx(relative, rel=1e-5), "what is reported stays relative"
+        assert measured["grad_norm"][layer] == pytest.approx(float(norm), rel=1e-4)
+        for (name, parameter), expected in zip(mixers[str(layer)].named_parameters(), mixer.parameters()):
+            torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_tokens_of_text():
+    numbers = {"steps": 300, "batch_size": 4, "seq_len": 256}
+    assert AlignConfig(**numbers).text_tokens == 300 * 4 * 256
+    assert AlignConfig(**numbers, fixed_sequences=4).text_tokens == 4 * 256
+    assert AlignConfig(steps=0, seq_len=256).text_tokens == 256
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="align.frozen has 'o_proj'; allowed: q_proj, .*o_norm"):
+        AlignConfig(frozen=("o_proj",))
+    with pytest.raises(ValueError, match="align.fixed_sequences is 0"):
+        AlignConfig(fixed_sequences=0)

@@ -1,0 +1,159 @@
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tcal_components.calibration.alignment import AlignConfig
+from tcal_components.config import section
+
+SMALL = [
+    "starts=[naive,{name: mine, strategy: taylor, pull: 1.0}]",
+    "alignments.published.steps=2",
+    "alignments.published.seq_len=64",
+    "alignments.published.eval_every=1",
+    "ablate.batch_size=4",
+    "ablate.after_steps=2",
+    "ablate.target_steps=[2,4]",
+    "recovery.starts=[naive/none,mine/ours]",
+    "recovery.tokens=512",
+    "recovery.batch_size=2",
+    "recovery.warmup_steps=1",
+    "recovery.eval_every_steps=2",
+    "recovery.save_every_steps=1",
+    "recovery.lr=[1.0e-3,3.0e-3]",
+]
+
+
+@pytest.fixture
+def module(load_recipe):
+    return load_recipe("ablate_initialization")
+
+
+@pytest.fixture
+def run(module, small_config, tmp_path):
+    def run(*changes, output=tmp_path / "out"):
+        cfg = small_config("ablate_quickstart", "seed=0", output=output)
+        module.AblateInitialization(_changed(cfg, [*SMALL, *changes])).run()
+        return json.loads((output / "report.json").read_text())
+
+    return run
+
+
+def _changed(cfg, changes):
+    for change in changes:
+        key, value = change.split("=", 1)
+        OmegaConf.update(cfg, key, OmegaConf.create(f"value: {value}").value, merge=False)
+    return cfg
+
+
+def _numbers(report):
+    """What two runs with the same numbers have in common."""
+    cells = [
+        {key: cell[key] for key in ("perplexity", "curve", "error_by_layer", "tokens")}
+        for cell in report["ablation"]["cells"]
+    ]
+    return {"cells": cells, "curves": report["recovery_curve"], "teacher": report["teacher"]["perplexity"]}
+
+
+def test_the_table_and_the_recovery(run, tmp_path):
+    report = run("ablate.seeds=[0,1]")
+    assert report["schema"] == 1 and report["recipe"] == "ablate_initialization"
+    cells = {(c["start"], c["alignment"], c["seed"]): c for c in report["ablation"]["cells"]}
+    assert set(cells) == {(s, a, n) for s in ("naive", "mine") for a in ("none", "published", "ours") for n in (0, 1)}
+    assert cells["naive", "none", 0]["tokens"] == {"calibration": 0, "alignment": 0}
+    assert cells["mine", "published", 0]["tokens"] == {"calibration": 512, "alignment": 2 * 4 * 64}
+    assert cells["mine", "ours", 0]["tokens"] == {"calibration": 512, "alignment": 4 * 2 * 64}
+    for start in ("naive", "mine"):
+        first = {cells[start, alignment, 0]["curve"][0][1] for alignment in ("none", "published", "ours")}
+        assert max(first) == pytest.approx(min(first), rel=1e-4), (
+            "every alignment of a start begins at the same weights"
+        )
+        ours = cells[start, "ours", 0]
+        assert ours["error_last"] <= ours["curve"][0][1] and [step for step, _ in ours["curve"]] == [0, 2, 4]
+    assert cells["naive", "none", 0]["perplexity"] != cells["naive", "none", 1]["perplexity"]
+
+    rows = {(row["start"], row["alignment"]): row for row in report["ablation"]["rows"]}
+    assert rows["naive", "ours"]["steps_to"]["4"]["mean"] == pytest.approx(4, abs=1e-6)
+    assert rows["naive", "ours"]["perplexity"]["of"] == 2
+
+    recovery = report["recovery"]["starts"]
+    assert set(recovery) == {"naive/none", "mine/ours"} and all(len(start["runs"]) == 2 for start in recovery.values())
+    spent = recovery["mine/ours"]["tokens_before"]
+    assert spent == 512 + 512 and recovery["naive/none"]["tokens_before"] == 0
+    best = recovery["mine/ours"]["best"]
+    assert [row["tokens"] for row in best["curve"]] == [spent, spent + 256, spent + 512]
+    assert best["curve"][0]["perplexity"] == cells["mine", "ours", 0]["perplexity"]
+    assert best["curve"][-1]["perplexity"] == min(r["curve"][-1]["perplexity"] for r in recovery["mine/ours"]["runs"])
+    assert report["recovery_curve"]["mine/ours"] == best["curve"]
+
+    out = tmp_path / "out"
+    text = (out / "report.md").read_text()
+    assert "| mine | published |" in text and "| mine/ours |" in text and "![Ablation](ablation.png)" in text
+    assert (out / "ablation.png").stat().st_size > 10_000 and (out / "recovery.png").is_file()
+    assert not list(out.glob("**/*.state")), "states of finished work are removed"
+
+
+def test_an_interrupted_run_continues_to_the_same_numbers(run, module, monkeypatch, tmp_path):
+    less = "recovery.lr=[1.0e-3]"
+    whole = run(less, output=tmp_path / "whole")
+    made, original = [], module.AblateInitialization.align
+
+    def align(self, start, alignment, *rest):
+        made.append((start, alignment))
+        if len(made) == 5:
+            raise KeyboardInterrupt
+        return original(self, start, alignment, *rest)
+
+    monkeypatch.setattr(module.AblateInitialization, "align", align)
+    with pytest.raises(KeyboardInterrupt):
+        run(less)
+    partial = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {row["start"] for row in partial["ablation"]["rows"]} == {"naive"}, "the table so far is there"
+
+    evaluated, perplexity = [], module.Workbench.perplexity
+
+    def stop_in_the_second_distillation(self, model, weights=None, label=""):
+        evaluated.append(label)
+        if evaluated.count("step 4") == 2:
+            raise KeyboardInterrupt
+        return perplexity(self, model, weights, label)
+
+    monkeypatch.setattr(module.Workbench, "perplexity", stop_in_the_second_distillation)
+    with pytest.raises(KeyboardInterrupt):
+        run(less)
+    assert made[4:] == [("mine", "published"), ("mine", "published"), ("mine", "ours")], "only what was missing"
+    monkeypatch.setattr(module.Workbench, "perplexity", perplexity)
+    assert _numbers(run(less)) == _numbers(whole)
+
+
+def test_the_config_of_smollm2_compares_at_the_same_number_of_tokens():
+    cfg = OmegaConf.load(Path(__file__).resolve().parents[2] / "configs" / "ablate_smollm2.yaml")
+    alignments = {
+        name: section(AlignConfig, value, name) for name, value in cfg.alignments.items() if value is not None
+    }
+    tokens = {name: a.steps * a.batch_size * a.seq_len for name, a in alignments.items()}
+    assert tokens["published"] == tokens["same_tokens"] == 300 * 4 * 256
+    assert alignments["ours"] == section(AlignConfig, cfg.align, "align")
+    assert tokens["ours"] <= 1_000_000 and alignments["published"].text_tokens == 4 * 256
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("starts=[naive,best]", "starts.1. has strategy 'best'; allowed: naive"),
+        ("starts=[naive,naive]", "starts has 'naive' twice"),
+        ("starts=[naive,{name: a/b, strategy: taylor}]", "starts has the name 'a/b'"),
+        ("alignments=null", "alignments is empty"),
+        ("alignments.ours={step: 4}", "unknown key 'step' in alignments.ours .did you mean 'steps'"),
+        ("ablate.seeds=[]", "ablate.seeds is .., expected a list"),
+        ("ablate.target_steps=[400]", "ablate.target_steps has 400, but alignments.ours has 4 steps"),
+        ("ablate.target_alignment=none", "ablate.target_start 'naive' with target_alignment 'none' is no cell"),
+        ("recovery.starts=[naive/our]", "unknown key 'naive/our' in recovery.starts .did you mean 'naive/ours'"),
+        ("recovery.lr=[]", "recovery needs at least one entry"),
+        ("recovery.tokens=10", "distill.tokens is 10, expected at least one step"),
+    ],
+)
+def test_mistakes_are_found_before_the_teacher_is_read(module, small_config, change, message):
+    with pytest.raises(ValueError, match=message):
+        module.AblateInitialization(_changed(small_config("ablate_quickstart"), [*SMALL, change]))
