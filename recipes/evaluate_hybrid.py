@@ -91,7 +91,7 @@ def check_config(cfg: DictConfig) -> Run:
         check_component(cfg.get("tokenizer"), "tokenizer")
         tokenizer = config.instantiate(cfg.tokenizer)
     if "perplexity" in measurements or "agreement" in measurements:
-        check_component(cfg.get("validation_dataset"), "validation_dataset")
+        check_component(cfg.get("validation_dataset"), "validation_dataset", supplied=("tokenizer",))
         dataset = config.instantiate(cfg.validation_dataset, tokenizer)
     needs = {
         "perplexity": dataset.seq_len if dataset is not None else 0,

@@ -10,9 +10,11 @@ the same inputs is not run again; a stage that was interrupted continues with ``
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from omegaconf import DictConfig
@@ -20,21 +22,24 @@ from torch import Tensor
 from torchtune import config as torchtune_config
 from torchtune import training
 
-from tcal_components.calibration.alignment import AlignConfig, Aligner, align
+from tcal_components.calibration.alignment import AlignConfig
 from tcal_components.calibration.diagnose import diagnose
 from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions, initialize_mixers
+from tcal_components.calibration.resumable import resumable_alignment
 from tcal_components.calibration.statistics import Statistics, measure
 from tcal_components.checkpoint.artifacts import parse_dtype, read_tensors, write_tensors
-from tcal_components.checkpoint.export import export_hybrid
+from tcal_components.checkpoint.export import check_replaceable, export_hybrid, parse_size
 from tcal_components.checkpoint.export_config import ExportInfo, dropped_features, export_layout
 from tcal_components.checkpoint.fingerprint import fingerprint, stored_fingerprint
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.checkpoint.serving_notes import serving_notes
 from tcal_components.checkpoint.verify import verify_export
-from tcal_components.config import STAGES, ConfigError, check_stages, one_line_errors, section
-from tcal_components.distillation import DistillConfig, distill
+from tcal_components.config import STAGES, ConfigError, check_stages, one_line_errors, scalar, section
+from tcal_components.distillation import DistillConfig, LinearKL, distill
+from tcal_components.distillation.optimizer import build_optimizer
 from tcal_components.distributed import gather_full_state_dict, load_full_state_dict, parallelize, to_storage_dtype
 from tcal_components.distributed.environment import startup_report
+from tcal_components.distributed.preemption import Stopped, StopRequest, stop_on_signals
 from tcal_components.models.memory import count_parameters, estimate_memory
 from tcal_components.modules.conversion import student_state_dict
 from tcal_components.modules.hybrid_decoder import HybridDecoder
@@ -92,6 +97,22 @@ class TaylorCalibrateKD:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.stages = check_stages(cfg.get("stages"))
+        # What needs no other part of the config comes first: text takes a while to read.
+        self.measure_config = section(MeasureConfig, cfg.get("measure"), "measure")
+        self.start = section(StartConfig, cfg.get("initialize"), "initialize")
+        self.align_config = section(AlignConfig, cfg.get("align"), "align")
+        self.precision = section(PrecisionConfig, cfg.get("precision"), "precision")
+        self.export_config = section(ExportConfig, cfg.get("export"), "export")
+        self.export_dtype = parse_dtype(self.export_config.dtype, "export.dtype")
+        self.master_dtype = parse_dtype(self.precision.master, "precision.master")
+        self.resume = scalar(cfg, "resume_from_checkpoint", bool, False)
+        self.keep_last = scalar(cfg, "keep_last_checkpoints", int, 2, least=1)
+        self.save_every = scalar(cfg, "save_every", int, 100, least=1)
+        self.checkpointing = scalar(cfg, "enable_activation_checkpointing", bool, False)
+        self.offloading = scalar(cfg, "enable_activation_offloading", bool, False)
+        self.compile = scalar(cfg, "compile", bool, False)
+        if self.start.strategy not in STRATEGIES:
+            raise ConfigError(f"initialize.strategy is '{self.start.strategy}'; allowed: {', '.join(STRATEGIES)}")
         self.bench = bench = Workbench(
             cfg,
             extra_keys=(
@@ -112,35 +133,21 @@ class TaylorCalibrateKD:
             extra_components=("optimizer", "kd_loss", "metric_logger"),
         )
         self.cfg, self.ctx, self.out = bench.cfg, bench.ctx, bench.output_dir
-        self.resume = bool(cfg.get("resume_from_checkpoint", False))
-        self.measure_config = section(MeasureConfig, cfg.get("measure"), "measure")
-        self.start = section(StartConfig, cfg.get("initialize"), "initialize")
-        self.align_config = section(AlignConfig, cfg.get("align"), "align")
-        self.precision = section(PrecisionConfig, cfg.get("precision"), "precision")
-        self.export_config = section(ExportConfig, cfg.get("export"), "export")
-        self.export_dtype = parse_dtype(self.export_config.dtype, "export.dtype")
-        self.master_dtype = parse_dtype(self.precision.master, "precision.master")
         self.distill_config = section(
             DistillConfig,
             cfg.get("distill"),
             "distill",
             seq_len=bench.data["training"].seq_len,
             optimizer=cfg.get("optimizer"),
-            activation_offloading=bool(cfg.get("enable_activation_offloading", False)),
+            activation_offloading=self.offloading,
             seed=bench.seed,
         )
-        if self.start.strategy not in STRATEGIES:
-            raise ConfigError(f"initialize.strategy is '{self.start.strategy}'; allowed: {', '.join(STRATEGIES)}")
-        if "export" in self.stages:
-            export_layout(
-                bench.spec,
-                gdn=bench.gdn,
-                retained_layers=bench.retained,
-                format=self.export_config.format,
-                dtype=self.export_dtype,
-            )
+        self.loss = torchtune_config.instantiate(cfg.kd_loss) if cfg.get("kd_loss") else LinearKL()
+        self._check_values()
         self._check_inputs()
         self._check_machine()
+        if self.ctx.is_first:
+            self._sweep()
 
         self.report = Report(
             self.out,
@@ -179,9 +186,12 @@ class TaylorCalibrateKD:
         aligned = fingerprint(start, dataclasses.asdict(self.align_config), bench.data_fingerprint("training"))
         ready = aligned if self._uses_alignment() else start
         loss = dict(self.cfg.kd_loss) if self.cfg.get("kd_loss") else None
+        training_ = {**dataclasses.asdict(self.distill_config), "optimizer": dict(self.cfg.get("optimizer") or {})}
+        for watching in ("eval_every_steps", "save_every_steps", "log_every_steps"):
+            del training_[watching]
         distilled = fingerprint(
             ready,
-            {**dataclasses.asdict(self.distill_config), "optimizer": dict(self.cfg.get("optimizer") or {})},
+            training_,
             dataclasses.asdict(self.precision),
             loss,
         )
@@ -198,6 +208,46 @@ class TaylorCalibrateKD:
             return path.is_file() and Statistics.load(path).metadata.get("fingerprint") == self.prints[stage]
         return stored_fingerprint(self._path(stage)) == self.prints[stage]
 
+    def _check_values(self) -> None:
+        """What stages would refuse hours later."""
+        bench = self.bench
+        if self.measure_config.batch_size < 1 or self.measure_config.query_block < 1:
+            raise ConfigError(
+                f"measure.batch_size is {self.measure_config.batch_size} and measure.query_block "
+                f"{self.measure_config.query_block}, expected at least 1"
+            )
+        if "align" in self.stages:
+            bench.check_batch_size(self.align_config.batch_size, "align.batch_size")
+        if "distill" in self.stages:
+            bench.check_batch_size(self.distill_config.batch_size, "distill.batch_size")
+            group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.0, "weight_decay": 0.0}
+            build_optimizer([group], self.cfg.get("optimizer"))
+        for name in ("student", "teacher"):
+            if getattr(self.precision, name) not in (None, "float8"):
+                raise ConfigError(f"precision.{name} is '{getattr(self.precision, name)}'; allowed: float8, null")
+        if "export" in self.stages:
+            parse_size(self.export_config.max_shard_size)
+            check_replaceable(self.out / "export")
+            compared = min(self.export_config.verify_tokens, bench.data["evaluation"].seq_len)
+            if compared < 8:
+                raise ConfigError(
+                    f"export.verify_tokens with validation_dataset.seq_len gives {compared} tokens, expected at least 8"
+                )
+            export_layout(
+                bench.spec,
+                gdn=bench.gdn,
+                retained_layers=bench.retained,
+                format=self.export_config.format,
+                dtype=self.export_dtype,
+            )
+
+    def _sweep(self) -> None:
+        """Remove what a killed run was writing."""
+        for path in (*self.out.glob(".*.tmp"), *self.out.glob("*/.*.tmp")):
+            path.unlink(missing_ok=True)
+        for path in self.out.glob(".export.*"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def _uses_alignment(self) -> bool:
         return "align" in self.stages or ("initialize" not in self.stages and self._path("align").is_file())
 
@@ -210,6 +260,15 @@ class TaylorCalibrateKD:
                 raise ConfigError(
                     f"stages has {stage}, but the output of {before} is not in {self.out} (or was made with other "
                     f"settings); add {before} to stages"
+                )
+        # A later output is used where it exists, so one of other settings must not be.
+        for before, after in (("align", ("distill", "export")), ("distill", ("export",))):
+            made_anew = {"initialize", "align", before} & set(self.stages)
+            read = set(after) & set(self.stages) and not made_anew and self._path(before).is_file()
+            if read and not self._current(before):
+                raise ConfigError(
+                    f"the output of {before} in {self.out / before} was made with other settings; add {before} to "
+                    "stages, or remove that folder to go on without it"
                 )
 
     def _check_machine(self) -> None:
@@ -345,112 +404,118 @@ class TaylorCalibrateKD:
             )
             self._write("initialize", start.weights)
             clock.add_tokens(bench.data["calibration"].num_tokens)
-        perplexity["analytic"] = bench.perplexity(self.teacher, start.weights, self.start.strategy)
-        self.report.update({"perplexity": perplexity})
-        self.report.replace("initialization", {str(k): v for k, v in start.diagnostics.items()})
-        self._describe(start.weights, "before")
+            clock.stop()
+            perplexity["analytic"] = bench.perplexity(self.teacher, start.weights, self.start.strategy)
+            self.report.update({"perplexity": perplexity})
+            self.report.replace("initialization", {str(k): v for k, v in start.diagnostics.items()})
+            self._describe(start.weights, "before")
 
     def align(self) -> None:
         """All converted layers at once, each towards the attention that it replaces."""
         if self._skip("align"):
             return
         bench, config = self.bench, self.align_config
-        training_data = bench.training_data(config.seq_len, config.steps * config.batch_size * config.seq_len)
-        stream = bench.stream(training_data, config.batch_size, seed=bench.seed)
-        heldout = list(bench.calibration_batches(config.batch_size, "heldout"))
-        mixers = bench.mixers(read_tensors(self._path("initialize")))
-        state = RunState(self.out / "align" / "state", keep_last=int(self.cfg.get("keep_last_checkpoints", 2)))
-        resume = self._alignment_state(state, mixers) if self.resume else None
-        if resume is not None:
-            stream.step = resume["progress"]["step"]
+        stream = bench.stream(
+            bench.training_data(config.seq_len, config.text_tokens), config.batch_size, seed=bench.seed
+        )
+        states = self.out / "align" / "state"
+        if not self.resume:
+            RunState(states).clear()
+        resumed = RunState(states).latest() is not None
 
-        save_every = int(self.cfg.get("save_every", 100))
+        def log(values: dict[str, float], step: int) -> None:
+            self._log_metrics(values, step)
+            if "align/heldout_error_mean" in values:
+                self.report.save()  # the seconds so far, in case this is the last that is heard of the run
 
-        def save(aligner: Aligner) -> None:
-            if aligner.step % save_every == 0 and aligner.step < config.steps:
-                tensors = aligner.state_dict()
-                extra = {"progress": tensors.pop("progress"), "fingerprint": self.prints["align"]}
-                state.save(aligner.step, tensors, extra)
-
-        with self.report.stage("align", resumed=resume is not None) as clock:
-            result = align(
-                self.teacher,
-                mixers,
-                (bench.prepare(batch) for batch in stream),
-                heldout,
-                config=config,
-                log=self._log_metrics,
-                on_step=save,
-                progress=self.ctx.is_first,
-                resume=resume,
-                autocast_dtype=self.autocast,
-            )
+        with stop_on_signals() as stop, self.report.stage("align", resumed=resumed) as clock:
+            try:
+                result = resumable_alignment(
+                    states,
+                    fingerprint=self.prints["align"],
+                    teacher=self.teacher,
+                    mixers=bench.mixers(read_tensors(self._path("initialize"))),
+                    stream=stream,
+                    prepare=bench.prepare,
+                    heldout_batches=list(bench.calibration_batches(config.batch_size, "heldout")),
+                    config=config,
+                    save_every=self.save_every,
+                    keep_last=self.keep_last,
+                    autocast_dtype=self.autocast,
+                    log=log,
+                    should_stop=stop,
+                )
+            except Stopped as stopped:
+                self._end_early("align", stopped.step, stop)
             self._write("align", result.weights)
             clock.add_tokens(result.tokens)
-        perplexity = bench.perplexity(self.teacher, result.weights, "aligned")
-        self.report.replace("alignment_error", {str(k): v for k, v in result.error.items()})
-        self.report.replace("alignment_curve", result.curve)
-        self.report.update({"perplexity": {"aligned": perplexity}, "tokens": {"alignment": result.tokens}})
-        self._describe(result.weights, "after")
+            clock.stop()
+            perplexity = bench.perplexity(self.teacher, result.weights, "aligned")
+            self.report.replace("alignment_error", {str(k): v for k, v in result.error.items()})
+            self.report.replace("alignment_curve", result.curve)
+            self.report.update({"perplexity": {"aligned": perplexity}, "tokens": {"alignment": result.tokens}})
+            self._describe(result.weights, "after")
+        if stop():
+            self._end_early("align", result.steps, stop)
 
-    def _alignment_state(self, state: RunState, mixers: torch.nn.ModuleDict) -> dict[str, Any] | None:
-        """The state of an interrupted alignment with the same inputs, if there is one."""
-        if state.latest() is None:
-            return None
-        # Shapes come from a fresh aligner; its own tensors are not touched by load_state_dict of another.
-        template = Aligner(teacher=self.teacher, mixers=mixers, config=self.align_config).state_dict()
-        template.pop("progress")
-        target = {name: torch.empty_like(tensor) for name, tensor in template.items()}
-        _, extra = state.load(target)
-        if extra["fingerprint"] != self.prints["align"]:
-            self.bench.log("align: the saved state was made with other settings, starting anew")
-            return None
-        return {**target, "progress": extra["progress"]}
+    def _end_early(self, stage: str, step: int, stop: StopRequest) -> NoReturn:
+        """Leave as the signal would have, but with everything saved."""
+        name = stop.signal.name if stop.signal else "a signal to another process"
+        self.bench.log(f"{stage}: stopped by {name} after step {step}; resume_from_checkpoint=true goes on from there")
+        raise SystemExit(128 + (stop.signal or signal.SIGTERM))
 
     def distill(self) -> None:
         """End to end: forward KL from the teacher's logits, all parameters."""
         if self._skip("distill"):
             return
         bench, config = self.bench, self.distill_config
-        state = RunState(self.out / "distill" / "state", keep_last=int(self.cfg.get("keep_last_checkpoints", 2)))
+        state = RunState(self.out / "distill" / "state", keep_last=self.keep_last)
         marker = self.out / "distill" / "fingerprint.txt"
-        resume = self.resume and marker.is_file() and marker.read_text() == self.prints["distill"]
+        # The curve in the state has perplexities, so it is of this evaluation text.
+        made_of = fingerprint(self.prints["distill"], bench.data_fingerprint("evaluation"))
+        resume = self.resume and marker.is_file() and marker.read_text() == made_of
         if not resume:
             state.clear()
         if self.ctx.is_first:
             marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.write_text(self.prints["distill"])
+            marker.write_text(made_of)
         student = self._build_student()
         spent = sum(self.report["tokens"].get(key) or 0 for key in ("calibration", "alignment"))
 
         def evaluate(step: int) -> dict[str, float]:
+            self.report.save()
             return {"perplexity": bench.perplexity(student, label=f"step {step}")}
 
         stream = bench.stream(bench.data["training"], config.batch_size, seed=bench.seed + 1)
-        with self.report.stage("distill", resumed=resume) as clock:
+        with stop_on_signals() as stop, self.report.stage("distill", resumed=resume) as clock:
             result = distill(
                 student,
                 self.teacher,
                 stream,
                 config=config,
                 ctx=self.ctx,
-                loss=torchtune_config.instantiate(self.cfg.kd_loss) if self.cfg.get("kd_loss") else None,
+                loss=self.loss,
                 on_eval=evaluate,
                 on_log=lambda values, step: self._log_metrics({f"distill/{k}": v for k, v in values.items()}, step),
                 run_state=state,
                 resume=resume,
+                should_stop=stop,
                 progress=self.ctx.is_first,
             )
-            weights = gather_full_state_dict(student, ctx=self.ctx)
-            self._write("distill", weights)
+            if not result.finished:
+                self._end_early("distill", result.steps, stop)
+            self._write("distill", gather_full_state_dict(student, ctx=self.ctx))
             clock.add_tokens(result.tokens)
-        curve = [row for row in result.curve if "perplexity" in row]
-        start = self.report["perplexity"].get("aligned") or self.report["perplexity"].get("analytic")
-        rows = [{"tokens": spent + int(row["tokens"]), "perplexity": row["perplexity"]} for row in curve]
-        self.report.replace("recovery_curve", [{"tokens": spent, "perplexity": start}, *rows])
-        self.report.update(
-            {"perplexity": {"distilled": curve[-1]["perplexity"]}, "tokens": {"distillation": result.tokens}}
-        )
+            clock.stop()
+            curve = [row for row in result.curve if "perplexity" in row]
+            start = self.report["perplexity"].get("aligned") or self.report["perplexity"].get("analytic")
+            rows = [{"tokens": spent + int(row["tokens"]), "perplexity": row["perplexity"]} for row in curve]
+            self.report.replace("recovery_curve", [{"tokens": spent, "perplexity": start}, *rows])
+            self.report.update(
+                {"perplexity": {"distilled": curve[-1]["perplexity"]}, "tokens": {"distillation": result.tokens}}
+            )
+        if stop():
+            self._end_early("distill", result.steps, stop)
 
     def _build_student(self) -> HybridDecoder:
         """The hybrid with the weights of the stage before, ready to train."""
@@ -469,8 +534,8 @@ class TaylorCalibrateKD:
         student = parallelize(
             student,
             ctx=self.ctx,
-            activation_checkpointing=bool(self.cfg.get("enable_activation_checkpointing", False)),
-            compile=bool(self.cfg.get("compile", False)),
+            activation_checkpointing=self.checkpointing,
+            compile=self.compile,
             cpu_offload=bench.parallel.cpu_offload,
             reshard_after_forward=bench.parallel.reshard_after_forward,
         )
@@ -483,12 +548,19 @@ class TaylorCalibrateKD:
             self.ctx.barrier()
             return
         bench = self.bench
-        if self._current("distill"):
+        folder = self.out / "export"
+        source = "distill" if self._current("distill") else "align" if self._uses_alignment() else "initialize"
+        made_of = fingerprint(self.prints[source], dataclasses.asdict(self.export_config))
+        earlier = self.report["export"].get("fingerprint")
+        if earlier == made_of and self.report.finished("export") and (folder / "README.md").is_file():
+            bench.log(f"export: {folder} is up to date, not run again")
+            self.ctx.barrier()
+            return
+        if source == "distill":
             weights = read_tensors(self._path("distill"))
         else:
-            mixers = read_tensors(self._path("align" if self._uses_alignment() else "initialize"))
+            mixers = read_tensors(self._path(source))
             weights = student_state_dict(bench.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY], mixers)
-        folder = self.out / "export"
         with self.report.stage("export"):
             self.exported = export_hybrid(
                 weights,
@@ -505,7 +577,8 @@ class TaylorCalibrateKD:
             student.load_state_dict(weights)
             tokens = bench.data["evaluation"][0]["tokens"][None, : self.export_config.verify_tokens]
             checked = verify_export(folder, student.to(self.ctx.device), tokens.to(self.ctx.device))
-        self.report.update({"export": {"path": str(folder), "format": self.export_config.format, **checked}})
+            notes = {"path": str(folder), "format": self.export_config.format, "fingerprint": made_of, **checked}
+            self.report.update({"export": notes})
         self.ctx.barrier()
 
     def _model_card(self, exported: ExportInfo) -> None:

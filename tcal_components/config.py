@@ -10,10 +10,12 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import os
 import sys
+import time
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -38,9 +40,10 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, FileNotFoundError, NotADirectoryError, OmegaConfBaseException) as error:
-        text = " ".join(str(error).split())
-        print(f"error: {text}", file=sys.stderr, flush=True)
+    except (ValueError, OSError, OmegaConfBaseException) as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(3)  # a mistake that the first process made too ends this one meanwhile: it is said once
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         raise SystemExit(2) from error
 
 
@@ -84,10 +87,44 @@ def _accepts(value: Any, hint: Any) -> bool:
     if base is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if base in (tuple, list):
-        return isinstance(value, (tuple, list))
+        if not isinstance(value, (tuple, list)):
+            return False
+        parts = [part for part in typing.get_args(hint) if part is not Ellipsis]
+        return all(_accepts(item, part) for item, part in zip(value, parts if len(parts) > 1 else parts * len(value)))
     if base in (dict, Mapping):
         return isinstance(value, Mapping)
     return isinstance(value, base) if isinstance(base, type) else True
+
+
+def _kind(hint: Any) -> str:
+    """An annotation as a person says it."""
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+
+
+def scalar(cfg: Mapping[str, Any] | DictConfig, key: str, kind: type[T], default: T, *, least: int | None = None) -> T:
+    """A single number, text or switch of the config.
+
+    Args:
+        cfg: the config.
+        key: its name.
+        kind: ``int``, ``float``, ``str`` or ``bool``.
+        default: where the config has no such key, or null.
+        least: the smallest number allowed.
+
+    Returns:
+        The value.
+
+    Raises:
+        ConfigError: a value of another type, or too small.
+    """
+    value = cfg.get(key)
+    if value is None:
+        return default
+    if not _accepts(value, kind):
+        raise ConfigError(f"{key} is {value!r}, expected {_kind(kind)}")
+    if least is not None and value < least:
+        raise ConfigError(f"{key} is {value}, expected at least {least}")
+    return value
 
 
 def section(kind: type[T], given: Mapping[str, Any] | DictConfig | None, where: str, **extra: Any) -> T:
@@ -105,6 +142,8 @@ def section(kind: type[T], given: Mapping[str, Any] | DictConfig | None, where: 
     Raises:
         ConfigError: an unknown key, a missing required key, or a value of the wrong type.
     """
+    if given is not None and not isinstance(given, (Mapping, DictConfig)):
+        raise ConfigError(f"{where} is {given!r}, expected keys and values")
     values = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given or {})
     assert isinstance(values, dict) and dataclasses.is_dataclass(kind)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
@@ -115,8 +154,7 @@ def section(kind: type[T], given: Mapping[str, Any] | DictConfig | None, where: 
             with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-3 as text
                 values[name] = value = float(value)
         if not _accepts(value, hints[name]):
-            kind_name = getattr(hints[name], "__name__", str(hints[name]))
-            raise ConfigError(f"{where}.{name} is {value!r}, expected {kind_name}")
+            raise ConfigError(f"{where}.{name} is {value!r}, expected {_kind(hints[name])}")
     required = [
         name
         for name, field in fields.items()
@@ -128,15 +166,16 @@ def section(kind: type[T], given: Mapping[str, Any] | DictConfig | None, where: 
     return kind(**values, **extra)
 
 
-def check_component(node: Any, where: str) -> None:
+def check_component(node: Any, where: str, *, supplied: Sequence[str] = ()) -> None:
     """Check that a ``_component_`` section names something that exists and passes only arguments that it takes.
 
     Args:
         node: the config section.
         where: its key, for messages.
+        supplied: arguments that the recipe passes itself.
 
     Raises:
-        ConfigError: no such component, or an argument that it does not take.
+        ConfigError: no such component, an argument that it does not take or of the wrong type, or one that it lacks.
     """
     from torchtune.config._utils import _get_component_from_path
 
@@ -145,11 +184,27 @@ def check_component(node: Any, where: str) -> None:
     path = node["_component_"]
     try:
         component = _get_component_from_path(path)
+        parameters = inspect.signature(component).parameters
     except Exception as error:
         raise ConfigError(f"{where}._component_ {path!r} cannot be imported: {error}") from error
-    parameters = inspect.signature(component).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         check_keys({k: None for k in node if k != "_component_"}, list(parameters), where)
+        for name in supplied:
+            if name not in parameters:
+                raise ConfigError(f"{where}._component_ {path!r} does not fit: it takes no {name}")
+    for name, parameter in parameters.items():
+        required = parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        if required and parameter.kind is not inspect.Parameter.VAR_POSITIONAL and name not in (*node, *supplied):
+            raise ConfigError(f"{where}.{name} is missing")
+    try:
+        hints = typing.get_type_hints(component.__init__ if inspect.isclass(component) else component)
+    except (NameError, TypeError):  # annotations of others need not be importable
+        hints = {}
+    for name, value in OmegaConf.to_container(node, resolve=True).items():  # type: ignore[union-attr]
+        hint = hints.get(str(name), Any)
+        null = value is None and name in parameters and parameters[str(name)].default is None
+        if not null and not _accepts(value, hint):
+            raise ConfigError(f"{where}.{name} is {value!r}, expected {_kind(hint)}")
 
 
 def resolve_assets(node: Any) -> Any:

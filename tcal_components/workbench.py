@@ -6,6 +6,8 @@ Everything that can be wrong with a config is found in the constructor, before a
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torchtune import config as torchtune_config
 from torchtune import training, utils
+from torchtune.config._utils import _get_component_from_path
 
 from tcal_components.calibration.layer_optimizer import AlignConfig
 from tcal_components.calibration.selection import RetainConfig, resolve_retained
 from tcal_components.checkpoint.artifacts import parse_dtype
 from tcal_components.checkpoint.fingerprint import folder_fingerprint
-from tcal_components.config import ConfigError, check_component, check_keys, resolve_assets, section
+from tcal_components.config import ConfigError, check_component, check_keys, resolve_assets, scalar, section
 from tcal_components.data import BatchStream, PackedTextDataset, assert_disjoint, prepare_batch
 from tcal_components.distributed import ParallelContext, load_full_state_dict, parallelize, to_storage_dtype
 from tcal_components.evaluation.perplexity import evaluation_batches, perplexity
@@ -40,6 +43,14 @@ COMPONENTS = (
     "dataset",
     "validation_dataset",
 )
+# What the recipes themselves pass to a component.
+SUPPLIED = {
+    "model": ("retained_layers",),
+    "calibration_dataset": ("tokenizer", "skip_tokens", "max_tokens"),
+    "dataset": ("tokenizer",),
+    "validation_dataset": ("tokenizer",),
+    "optimizer": ("params",),
+}
 COMMON_KEYS = (
     *COMPONENTS,
     "output_dir",
@@ -102,28 +113,26 @@ class Workbench:
                 raise ConfigError(f"the config has no {key}")
         for key in (*COMPONENTS, *extra_components):
             if cfg.get(key) is not None:
-                check_component(cfg[key], key)
-        if not isinstance(cfg.get("output_dir"), str):
+                check_component(cfg[key], key, supplied=SUPPLIED.get(key, ()))
+        if not scalar(cfg, "output_dir", str, ""):
             raise ConfigError("the config has no output_dir")
         self.cfg = resolve_assets(cfg)
-        self.seed = int(cfg.get("seed", 0))
+        self.seed = scalar(cfg, "seed", int, 0, least=0)
+        self.validation_batch_size = scalar(cfg, "validation_batch_size", int, 8, least=1)
         self.output_dir = Path(cfg.output_dir)
         self.parallel = section(ParallelConfig, cfg.get("parallel"), "parallel")
+        dtype = parse_dtype(scalar(cfg, "dtype", str, "fp32"), "dtype")
 
         checkpointer = torchtune_config.instantiate(cfg.teacher_checkpointer)
         self.teacher_checkpointer = checkpointer
         self.spec: DecoderSpec = checkpointer.spec
-        with torch.device("meta"):
-            teacher = torchtune_config.instantiate(cfg.teacher_model)
-        self._check_family(teacher)
+        self._check_family("teacher_model")
         self.retained = resolve_retained(section(RetainConfig, cfg.get("retain"), "retain"), self.spec.num_layers)
         self.converted = tuple(i for i in range(self.spec.num_layers) if i not in self.retained)
         self.gdn = GatedDeltaNetSpec.from_config(cfg.model.get("gdn")).resolve(self.spec)
+        self._check_family("model", retained_layers=list(self.retained))
 
-        dtype = parse_dtype(cfg.get("dtype", "fp32"), "dtype")
-        self.ctx = ParallelContext.create(
-            cfg.get("device", "cpu"), dtype=dtype, dp_replicate=self.parallel.dp_replicate
-        )
+        self.ctx = ParallelContext.create(self._device(), dtype=dtype, dp_replicate=self.parallel.dp_replicate)
         training.set_seed(seed=self.seed)
         self.tokenizer = torchtune_config.instantiate(cfg.tokenizer)
         if self.tokenizer.vocab_size > self.spec.vocab_size:
@@ -132,30 +141,73 @@ class Workbench:
             )
         self.data = self._datasets()
         self.teacher_fingerprint = folder_fingerprint(checkpointer.checkpoint_dir)
+        self._check_output()
 
-    def _check_family(self, teacher: HybridDecoder) -> None:
+    def _check_family(self, where: str, **arguments: Any) -> None:
         """A builder of another model than the checkpoint's is a mistake that shows only as garbage."""
-        ours, theirs = dataclasses.asdict(teacher.spec), dataclasses.asdict(self.spec)
+        name = self.cfg[where]["_component_"]
+        with torch.device("meta"):
+            model = torchtune_config.instantiate(self.cfg[where], **arguments)
+        if not isinstance(model, HybridDecoder):
+            raise ConfigError(f"{where} {name} is none of the builders of tcal_components.models")
+        ours, theirs = dataclasses.asdict(model.spec), dataclasses.asdict(self.spec)
         for key in ours:
             if key != "max_seq_len" and ours[key] != theirs[key]:
                 raise ConfigError(
-                    f"teacher_model {self.cfg.teacher_model['_component_']} has {key} {ours[key]}, but the checkpoint "
+                    f"{where} {name} has {key} {ours[key]}, but the checkpoint "
                     f"{self.teacher_checkpointer.checkpoint_dir} has {theirs[key]}"
                 )
+
+    def _device(self) -> str:
+        device = scalar(self.cfg, "device", str, "cpu")
+        kind, _, index = device.partition(":")
+        if kind not in ("cpu", "cuda") or not (index.isdigit() or device == kind):
+            raise ConfigError(f"device is '{device}'; allowed: cpu, cuda, cuda:N")
+        return device
+
+    def check_batch_size(self, batch_size: int, where: str) -> None:
+        """Refuse a batch that the processes cannot share equally.
+
+        Args:
+            batch_size: sequences a step over all processes.
+            where: its key, for the message.
+
+        Raises:
+            ConfigError: it is no multiple of their number.
+        """
+        if batch_size % self.ctx.world_size:
+            raise ConfigError(
+                f"{where} is {batch_size}, expected a multiple of the {self.ctx.world_size} processes: it counts the "
+                "sequences of a step over all of them"
+            )
+
+    def _check_output(self) -> None:
+        """Hours of work are worth nothing where they cannot be written."""
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            probe = self.output_dir / f".probe.{os.getpid()}.tmp"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"output_dir {self.output_dir} cannot be written: {error.strerror}") from error
 
     def _datasets(self) -> dict[str, PackedTextDataset]:
         cfg = self.cfg
         data = {"calibration": torchtune_config.instantiate(cfg.calibration_dataset, self.tokenizer)}
-        skip = int(cfg.calibration_dataset.get("skip_tokens", 0)) + data["calibration"].num_tokens
+        skip = int(cfg.calibration_dataset.get("skip_tokens") or 0) + data["calibration"].num_tokens
         # The text on which layers are judged: neither fitted nor the final evaluation's, cut as alignment cuts its own.
         align = section(AlignConfig, cfg.get("align"), "align")
-        data["heldout"] = torchtune_config.instantiate(
-            cfg.calibration_dataset,
-            self.tokenizer,
-            seq_len=align.seq_len,
-            skip_tokens=skip,
-            max_tokens=align.heldout_batches * align.batch_size * align.seq_len,
-        )
+        wanted = align.heldout_batches * align.batch_size * align.seq_len
+        try:
+            data["heldout"] = torchtune_config.instantiate(
+                cfg.calibration_dataset, self.tokenizer, seq_len=align.seq_len, skip_tokens=skip, max_tokens=wanted
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"calibration_dataset leaves no text to judge layers by: {wanted} tokens (align.heldout_batches x "
+                f"batch_size x seq_len) of other documents are wanted after the first {skip}; lower its max_tokens or "
+                f"give more text ({error})"
+            ) from error
         data["training"] = torchtune_config.instantiate(cfg.dataset, self.tokenizer)
         data["evaluation"] = torchtune_config.instantiate(cfg.validation_dataset, self.tokenizer)
         longest = max(dataset.seq_len for dataset in data.values())
@@ -249,13 +301,21 @@ class Workbench:
         )
 
     def training_data(self, seq_len: int, max_tokens: int | None) -> PackedTextDataset:
-        """Training text cut to another sequence length."""
-        return torchtune_config.instantiate(
-            self.cfg.dataset,
-            self.tokenizer,
-            seq_len=seq_len,
-            **({} if max_tokens is None else {"max_tokens": max_tokens}),
-        )
+        """Training text cut to another sequence length.
+
+        Args:
+            seq_len: tokens a sequence.
+            max_tokens: read no more than this; never more than the config's own ``max_tokens``, behind which other
+                parts of the same source may lie.
+
+        Returns:
+            PackedTextDataset: the beginning of the training text.
+        """
+        dataset = self.cfg.dataset
+        limits = [limit for limit in (max_tokens, dataset.get("max_tokens")) if limit is not None]
+        takes = inspect.signature(_get_component_from_path(dataset["_component_"])).parameters
+        changes = {"max_tokens": max(min(limits), seq_len)} if limits and "max_tokens" in takes else {}
+        return torchtune_config.instantiate(dataset, self.tokenizer, seq_len=seq_len, **changes)
 
     def perplexity(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None, label: str = "") -> float:
         """Perplexity on the evaluation text.
@@ -268,10 +328,10 @@ class Workbench:
         Returns:
             float: all processes together.
         """
-        size = int(self.cfg.get("validation_batch_size", 8))
+        size = self.validation_batch_size
         autocast = self.ctx.dtype if self.ctx.dtype != torch.float32 else None
-        options = {"batch_size": size, "autocast_dtype": autocast, "progress": f"perplexity {label}".strip()}
-        options["device"] = self.ctx.device
+        options: dict[str, Any] = {"batch_size": size, "autocast_dtype": autocast, "device": self.ctx.device}
+        options["progress"] = f"perplexity {label}".strip()
         if weights is None:
             return perplexity(model, self.data["evaluation"], **options).perplexity
         with converted(model, self.mixers(weights).requires_grad_(False)) as student:

@@ -171,6 +171,23 @@ def write_gate_rows(target: Tensor, w_star: Tensor) -> Tensor:
     return torch.logit(target)[:, None] * w_star[None, :]
 
 
+def centred_rows(weight: Tensor, mean_x: Tensor, w_star: Tensor) -> Tensor:
+    """W - (W E[x]) w*^T: the mean of W x over tokens becomes zero, and nothing else changes where w* . x = 1.
+
+    Softmax attention does not see a shift that all keys share. The delta rule does: keys with a large common part are
+    nearly collinear after the L2 norm, so every write erases the others.
+
+    Args:
+        weight: shape [F, E].
+        mean_x: E[x], shape [E].
+        w_star: shape [E], w* . E[x] = 1.
+
+    Returns:
+        Tensor: shape [F, E].
+    """
+    return weight - (weight @ mean_x)[:, None] * w_star[None, :]
+
+
 def open_gate_rows(random_rows: Tensor, w_star: Tensor, level: float = OPEN_GATE) -> Tensor:
     """W_g = random part at full scale + 1.28 w*: gates half open that still differ by channel and token.
 
@@ -278,6 +295,33 @@ def output_scale(features_gram: Tensor, features_target: Tensor, weight: Tensor,
     if energy <= 0.0:
         return 1.0
     return max(dot / energy, 0.1 * math.sqrt(target_energy / energy))
+
+
+def head_scales(
+    features_gram: Tensor, features_target: Tensor, weight: Tensor, num_heads: int, ridge: float = 1e-4
+) -> Tensor:
+    """One factor for each head's columns of W, all heads jointly: argmin_s sum_t |sum_h s_h W_h f_h,t - y_t|^2.
+
+    Args:
+        features_gram: sum of f f^T, shape [H V, H V].
+        features_target: sum of f y^T, shape [H V, E].
+        weight: W, shape [E, H V].
+        num_heads: H.
+        ridge: added to the diagonal, relative to its mean.
+
+    Returns:
+        Tensor: s, shape [H].
+    """
+    size = weight.shape[1] // num_heads
+    # <W_i f_i, W_j f_j> = sum of (W_i^T W_j) * (f_i f_j^T), block by block
+    products = ((weight.T @ weight) * features_gram).unflatten(0, (num_heads, size)).unflatten(2, (num_heads, size))
+    left = products.sum(dim=(1, 3))
+    right = (weight.T * features_target).sum(dim=1).unflatten(0, (num_heads, size)).sum(dim=1)
+    strength = ridge * left.diagonal().mean()
+    if not float(strength) > 0.0:
+        return torch.ones_like(right)
+    left.diagonal().add_(strength)
+    return torch.linalg.solve(left, right)
 
 
 def ridge_output_projection(

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tcal_components.calibration.capture import AttentionCapture, capture_batch, student_precision
-from tcal_components.calibration.collectives import all_sum_
 from tcal_components.calibration.diagnostics import HeldoutSums
-from tcal_components.calibration.layer_start import InitializeOptions, LayerBatch, LayerStart, RegressionSums
+from tcal_components.calibration.layer_start import InitializeOptions, LayerBatch, LayerStart
 from tcal_components.calibration.layer_sums import batch_documents
 from tcal_components.calibration.projections import check_head_sizes, read_attention
-from tcal_components.calibration.statistics import Statistics
+from tcal_components.calibration.regression import RegressionSums
+from tcal_components.calibration.sequential import fit_in_sequence
+from tcal_components.calibration.statistics import LayerStatistics, Statistics
 from tcal_components.calibration.strategies import STRATEGIES, Strategy
 from tcal_components.models.spec import GatedDeltaNetSpec
 from tcal_components.modules.conversion import build_mixers
@@ -57,8 +58,8 @@ def initialize_mixers(
 ) -> Initialization:
     """Weights of the mixers by one of the ``STRATEGIES``.
 
-    One forward of the teacher over each batch serves all layers (of a group, with ``options.layers_per_pass``). In a
-    distributed run every process calls this with its own batches, and all get the same weights.
+    One forward of the teacher over each batch serves all layers (of a group, with ``options.layers_per_pass``); a
+    sequential strategy goes through the layers once, with the hidden states of all batches in memory. In a every process calls this with its own batches, and all get the same weights.
 
     Args:
         strategy: a key of ``STRATEGIES``.
@@ -68,7 +69,7 @@ def initialize_mixers(
         statistics: of the measure stage; may be None for strategies that need none.
         batches: prepared calibration batches; may be empty for strategies that need none.
         heldout_batches: batches on which the reported error is measured. None: the last of ``batches``, which is then
-            not fitted unless it is the only one.
+            not fitted unless it is the only one. A sequential strategy also chooses the strength of its pull by it.
         seed: of everything random; each layer draws from its own generator, so a layer does not depend on the others.
         options: numbers of the strategies. Default: all defaults.
         autocast_dtype: run the teacher under autocast to this type.
@@ -92,13 +93,23 @@ def initialize_mixers(
     # Where the batches are: with CPU offload the weights of a sharded teacher are elsewhere.
     device = heldout[0]["tokens"].device if heldout else next(teacher.parameters()).device
     ordered = sorted(set(layers))
-    group_size = options.layers_per_pass or max(len(ordered), 1)
+    known = statistics.layers if statistics is not None else {}
+
+    def candidates(layer: int, stats: LayerStatistics | None) -> list[LayerStart]:
+        return _candidates(plan, teacher, layer, gdn_spec, stats, seed, options, device)
+
     weights: dict[str, Tensor] = {}
     diagnostics: dict[int, dict[str, Any]] = {}
+    group_size = max(len(ordered), 1) if plan.sequential else options.layers_per_pass or max(len(ordered), 1)
     for begin in range(0, len(ordered), group_size):
         group = ordered[begin : begin + group_size]
-        starts = {i: _candidates(plan, teacher, i, gdn_spec, statistics, seed, options, device) for i in group}
-        _fit(plan, teacher, starts, fit, autocast_dtype)
+        if plan.sequential:
+            starts = fit_in_sequence(
+                plan, teacher, {i: known[i] for i in group}, candidates, fit, heldout, options, autocast_dtype
+            )
+        else:
+            starts = {i: candidates(i, known.get(i)) for i in group}
+            _fit(plan, teacher, starts, fit, autocast_dtype)
         for index, start in _choose(teacher, starts, heldout, autocast_dtype).items():
             for name, value in start.mixer.state_dict().items():
                 weights[f"layers.{index}.attn.{name}"] = value.float().cpu()
@@ -128,7 +139,7 @@ def _candidates(
     teacher: HybridDecoder,
     layer: int,
     gdn_spec: GatedDeltaNetSpec,
-    statistics: Statistics | None,
+    statistics: LayerStatistics | None,
     seed: int,
     options: InitializeOptions,
     device: torch.device,
@@ -147,7 +158,7 @@ def _candidates(
             layer=layer,
             mixer=mixer.to(device=device, dtype=torch.float32).requires_grad_(False),
             source=source,
-            statistics=statistics.layers.get(layer) if statistics is not None else None,
+            statistics=statistics,
             options=options,
             fold=fold,
         )
@@ -194,8 +205,7 @@ def _fit(
     for index in sorted(starts) if plan.regression else ():
         for start in starts[index]:
             assert start.sums is not None
-            for item in fields(RegressionSums):
-                all_sum_(getattr(start.sums, item.name))
+            start.sums.all_reduce_()
             for step in plan.regression:
                 step(start)
             start.sums = None  # the largest tensors of this stage
@@ -209,12 +219,7 @@ def _full_precision(data: LayerBatch) -> LayerBatch:
 
 def _sums_of(start: LayerStart, features: Tensor, y: Tensor) -> RegressionSums:
     if start.sums is None:
-        size, embed_dim = features.shape[-1], y.shape[-1]
-        start.sums = RegressionSums(
-            gram=torch.zeros(size, size, dtype=torch.float64, device=y.device),
-            target=torch.zeros(size, embed_dim, dtype=torch.float64, device=y.device),
-            energy=torch.zeros((), dtype=torch.float64, device=y.device),
-        )
+        start.sums = RegressionSums.zeros(features.shape[-1], y.shape[-1], y.device)
     return start.sums
 
 

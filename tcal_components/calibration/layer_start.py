@@ -9,11 +9,13 @@ from torch import Tensor
 
 from tcal_components.calibration import analytic
 from tcal_components.calibration.projections import TeacherAttention
+from tcal_components.calibration.regression import RegressionSums
 from tcal_components.calibration.statistics import LayerStatistics
 from tcal_components.modules.gated_delta_net import GatedDeltaNet
 
 DISTANCES = {"mean": "distance", "mean_without_sink": "distance_without_sink", "median": "median_distance"}
 FOLDS = ("auto", "on", "off")
+FORCINGS = ("student", "teacher")
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,18 @@ class InitializeOptions:
     Args:
         pull: strength of the pull of the ridge regression for W_o to the copied weights, relative to the mean diagonal.
         fold: fold q/k/v biases and q/k norm weights of the teacher into the projections: ``on``, ``off``, or ``auto``
-            (both are tried in each layer and the lower held-out error stays). Only ``ridge`` and ``taylor`` fold.
+            (both are tried in each layer and the lower held-out error stays). Only strategies with a regression fold.
         distance: statistic that sets the half-life: ``mean``, ``mean_without_sink`` or ``median``. None: the strategy's.
         min_half_life: shortest half-life in tokens.
-        gate_level: mean pre-activation of the output gates of ``taylor``; silu(1.28) = 1.
+        gate_level: mean pre-activation of the output gates of the ``taylor`` family; silu(1.28) = 1.
+        centre_keys: take the mean key of each head out of W_k (``taylor``, ``taylor_sequential``).
+        write_level: mean write gate of every head (likewise); None leaves W_b at its library default.
+        write_random: keep the random part of W_b besides.
+        value_scale: factor of W_v (likewise): the norm cancels it, but silu is nearly linear where its input is small.
+        forcing: hidden states on which ``taylor_sequential`` fits a layer: the ``student``'s own or the ``teacher``'s.
+        gamma: share of the student's drift from the teacher that each of its layers is asked to undo.
+        pulls: strengths among which it chooses in each layer by held-out error; ``pull`` is for the other strategies.
+        offload: it keeps the hidden states of the calibration text in host memory (2 x tokens x E numbers).
         layers_per_pass: layers whose regression sums are held at once (two float64 matrices of size H V x H V and
             H V x E each); one pass of the teacher for each group. None: all in one pass.
 
@@ -39,6 +49,14 @@ class InitializeOptions:
     distance: str | None = None
     min_half_life: float = 1.0
     gate_level: float = analytic.OPEN_GATE
+    centre_keys: bool = True
+    write_level: float | None = 0.2
+    write_random: bool = False
+    value_scale: float = 0.25
+    forcing: str = "student"
+    gamma: float = 0.5
+    pulls: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+    offload: bool = False
     layers_per_pass: int | None = None
 
     def __post_init__(self) -> None:
@@ -50,40 +68,20 @@ class InitializeOptions:
             raise ValueError(f"initialize.pull is {self.pull}; it must be at least 0")
         if self.min_half_life <= 0:
             raise ValueError(f"initialize.min_half_life is {self.min_half_life}; it must be positive")
+        if self.write_level is not None and not 0.0 < self.write_level < 1.0:
+            raise ValueError(
+                f"initialize.write_level is {self.write_level}; it must lie between 0 and 1, or be null for random rows"
+            )
+        if self.value_scale <= 0:
+            raise ValueError(f"initialize.value_scale is {self.value_scale}; it must be positive")
+        if self.forcing not in FORCINGS:
+            raise ValueError(f"initialize.forcing is {self.forcing!r}; allowed: {', '.join(FORCINGS)}")
+        if not 0.0 <= self.gamma <= 1.0:
+            raise ValueError(f"initialize.gamma is {self.gamma}; it must lie in [0, 1]")
+        if not self.pulls or min(self.pulls) < 0:
+            raise ValueError(f"initialize.pulls is {list(self.pulls)}; it must be a list of numbers of at least 0")
         if self.layers_per_pass is not None and self.layers_per_pass < 1:
             raise ValueError(f"initialize.layers_per_pass is {self.layers_per_pass}; it must be at least 1")
-
-
-@dataclass
-class RegressionSums:
-    """Sums over the calibration tokens of one layer, float64.
-
-    Attributes:
-        gram: sum of f f^T of the features f before W_o, shape [H V, H V].
-        target: sum of f y^T, shape [H V, E].
-        energy: sum of |y|^2, scalar.
-    """
-
-    gram: Tensor
-    target: Tensor
-    energy: Tensor
-
-    def add_(self, features: Tensor, y: Tensor) -> None:
-        """Adds tokens.
-
-        Args:
-            features: shape [N, H V].
-            y: shape [N, E].
-        """
-        features, y = features.double(), y.double()
-        self.gram.addmm_(features.T, features)
-        self.target.addmm_(features.T, y)
-        self.energy += y.square().sum()
-
-    def scale_(self, factor: float) -> None:
-        """The sums of ``factor`` times the features, in place."""
-        self.gram *= factor**2
-        self.target *= factor
 
 
 @dataclass
@@ -98,6 +96,7 @@ class LayerStart:
         options: numbers of the strategies.
         fold: whether biases and norm weights are folded in.
         sums: for the regression.
+        heldout: the same over held-out text, where the strength of the pull is chosen by it.
         notes: diagnostics for the report.
     """
 
@@ -108,6 +107,7 @@ class LayerStart:
     options: InitializeOptions
     fold: bool = False
     sums: RegressionSums | None = None
+    heldout: RegressionSums | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property

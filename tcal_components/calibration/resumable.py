@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from tcal_components.calibration.alignment import AlignConfig, Aligner, AlignResult, align
-from tcal_components.calibration.collectives import rank
+from tcal_components.calibration.collectives import all_sum_, rank
 from tcal_components.calibration.statistics import Statistics, measure
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.data import BatchStream
 from tcal_components.distributed import ParallelContext
+from tcal_components.distributed.preemption import Stopped
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 
 Batch = Mapping[str, Any]
@@ -72,6 +73,7 @@ def resumable_alignment(
     keep_last: int = 2,
     autocast_dtype: torch.dtype | None = None,
     log: Callable[[dict[str, float], int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> AlignResult:
     """An alignment that saves its state and continues from it to the same numbers.
 
@@ -88,9 +90,13 @@ def resumable_alignment(
         keep_last: states kept.
         autocast_dtype: run the teacher under autocast to this type.
         log: see :func:`~tcal_components.calibration.alignment.align`.
+        should_stop: asked after every step; any process's yes saves and ends the alignment.
 
     Returns:
         AlignResult: as of an unbroken run.
+
+    Raises:
+        Stopped: it was asked to stop before the end; the state is saved.
     """
     state = RunState(directory, keep_last=keep_last)
     resume = _saved(state, fingerprint, teacher, mixers, config)
@@ -99,10 +105,17 @@ def resumable_alignment(
     else:
         stream.step = int(resume["progress"]["step"])
 
+    device = next(mixers.parameters()).device
+
     def save(aligner: Aligner) -> None:
-        if aligner.step % save_every == 0 and aligner.step < config.steps:
+        if aligner.step == config.steps:
+            return
+        stop = should_stop is not None and bool(all_sum_(torch.tensor(int(should_stop()), device=device)))
+        if stop or aligner.step % save_every == 0:
             tensors = aligner.state_dict()
             state.save(aligner.step, tensors, {"progress": tensors.pop("progress"), "fingerprint": fingerprint})
+        if stop:
+            raise Stopped(aligner.step)
 
     result = align(
         teacher,

@@ -168,7 +168,10 @@ class Statistics:
             for index, layer in self.layers.items()
             for item in fields(LayerStatistics)
         }
-        save_file(tensors, str(path), metadata={"tokens": str(self.tokens), "metadata": json.dumps(self.metadata)})
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.tmp")  # a kill leaves no half file under the name
+        save_file(tensors, str(temporary), metadata={"tokens": str(self.tokens), "metadata": json.dumps(self.metadata)})
+        temporary.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Statistics:

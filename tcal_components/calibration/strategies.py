@@ -17,6 +17,7 @@ from tcal_components.calibration import analytic
 from tcal_components.calibration.collectives import all_rows, all_sum_
 from tcal_components.calibration.layer_start import DISTANCES, LayerBatch, LayerStart
 from tcal_components.calibration.projections import copy_projections_, read_values
+from tcal_components.calibration.regression import best_ridge
 from tcal_components.modules.gated_delta_net import GatedDeltaNet
 
 
@@ -34,6 +35,28 @@ def open_gate(start: LayerStart) -> None:
     """W_g = random at full library scale + 1.28 w*."""
     rows = analytic.open_gate_rows(start.mixer.g_proj.weight, start.w_star, start.options.gate_level)
     start.mixer.g_proj.weight.copy_(rows)
+
+
+def centre_keys(start: LayerStart) -> None:
+    """The mean key of each head is taken out of W_k."""
+    if start.options.centre_keys:
+        keys = start.mixer.k_proj.weight
+        keys.copy_(analytic.centred_rows(keys, start.stats.mean_x.to(keys.device), start.w_star))
+
+
+def small_values(start: LayerStart) -> None:
+    """W_v scaled down, so that silu(v) is close to v / 2 and not half of the values is lost."""
+    start.mixer.v_proj.weight.mul_(start.options.value_scale)
+
+
+def low_write_gate(start: LayerStart) -> None:
+    """W_b[h] = logit(0.2) w* for every head, alone or beside the random part."""
+    level = start.options.write_level
+    if level is None:
+        return
+    rows = start.mixer.b_proj.weight
+    constant = analytic.write_gate_rows(torch.full((rows.shape[0],), level, device=rows.device), start.w_star)
+    rows.copy_(rows + constant if start.options.write_random else constant)
 
 
 def target_half_life(start: LayerStart, default: str) -> Tensor:
@@ -115,8 +138,21 @@ def norm_scale(start: LayerStart) -> None:
     sums, weight = start.sums, start.mixer.output_proj.weight.double()
     factor = analytic.output_scale(sums.gram, sums.target, weight, float(sums.energy))
     start.mixer.o_norm.scale.mul_(factor)
-    sums.scale_(factor)
+    for part in (sums, start.heldout):
+        if part is not None:
+            part.scale_(factor)
     start.notes["o_norm"] = factor
+
+
+def head_scales(start: LayerStart) -> None:
+    """One factor for each head's columns of the copied W_o, all heads jointly by OLS: what the ridge is pulled to."""
+    assert start.sums is not None
+    mixer = start.mixer
+    scales = analytic.head_scales(
+        start.sums.gram, start.sums.target, mixer.output_proj.weight.double(), mixer.num_heads
+    ).float()
+    mixer.output_proj.weight.mul_(scales.repeat_interleave(mixer.value_head_dim)[None, :])
+    start.notes["head_scales"] = scales.tolist()
 
 
 def ridge_output(start: LayerStart) -> None:
@@ -125,8 +161,16 @@ def ridge_output(start: LayerStart) -> None:
     sums, weight = start.sums, start.mixer.output_proj.weight
     solved = analytic.ridge_output_projection(sums.gram, sums.target, weight.double(), start.options.pull)
     weight.copy_(solved)
-    energy = float(sums.energy)
-    start.notes["fit_error"] = analytic.squared_error(sums.gram, sums.target, solved, energy) / max(energy, 1e-300)
+    start.notes["fit_error"] = sums.error(solved)
+
+
+def best_ridge_output(start: LayerStart) -> None:
+    """W_o by ridge regression with the strength of the pull that does best on held-out text."""
+    assert start.sums is not None and start.heldout is not None
+    weight = start.mixer.output_proj.weight
+    found = best_ridge(start.sums, start.heldout, weight, start.options.pulls, keep=False)
+    weight.copy_(found.weight)
+    start.notes.update(fit_error=start.sums.error(found.weight), pull=found.pull, sequential_error=found.error)
 
 
 WeightStep = Callable[[LayerStart], None]
@@ -144,6 +188,7 @@ class Strategy:
         regression: steps on the sums over all batches.
         needs_statistics: whether the teacher must have been measured.
         folds: whether biases and norm weights may be folded in.
+        sequential: whether layers are fitted one after another, each on the student's own stream.
     """
 
     summary: str
@@ -152,7 +197,10 @@ class Strategy:
     regression: tuple[WeightStep, ...] = ()
     needs_statistics: bool = False
     folds: bool = False
+    sequential: bool = False
 
+
+FEATURES: tuple[WeightStep, ...] = (copy, centre_keys, small_values, low_write_gate, open_gate)
 
 STRATEGIES: dict[str, Strategy] = {
     "naive": Strategy("projections copied, library defaults for the rest", (copy,)),
@@ -166,12 +214,29 @@ STRATEGIES: dict[str, Strategy] = {
     "ridge": Strategy(
         "naive, then W_o by ridge regression", (copy,), regression=(ridge_output,), needs_statistics=True, folds=True
     ),
-    "taylor": Strategy(
+    "taylor_b": Strategy(
         "gates half open, half-lives from sink-free median distances, scale in o_norm, then W_o by ridge regression",
         (copy, open_gate),
         (centred_decay,),
         (norm_scale, ridge_output),
         needs_statistics=True,
         folds=True,
+    ),
+    "taylor": Strategy(
+        "taylor_b with centred keys, small values, low write gates and scaled heads",
+        FEATURES,
+        (centred_decay,),
+        (norm_scale, head_scales, ridge_output),
+        needs_statistics=True,
+        folds=True,
+    ),
+    "taylor_sequential": Strategy(
+        "taylor with W_o fitted layer by layer on the student's own hidden states",
+        FEATURES,
+        (centred_decay,),
+        (norm_scale, head_scales, best_ridge_output),
+        needs_statistics=True,
+        folds=True,
+        sequential=True,
     ),
 }

@@ -46,7 +46,9 @@ class DistillModel(nn.Module):
         if activation_offloading:
             if not torch.cuda.is_available():
                 raise ValueError("activation_offloading moves activations from a GPU and needs device=cuda")
-            self._offloading = training.get_act_offloading_ctx_manager(student, True)
+            # Not by torchtune's helper: it hooks the head, which runs in the loss here, outside of this context, and would
+            # take the loss's fast path.
+            self._offloading = training.OffloadActivations()
 
     def forward(
         self, tokens: Tensor, labels: Tensor, *, mask: Any = None, input_pos: Tensor | None = None

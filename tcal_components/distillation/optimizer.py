@@ -15,6 +15,8 @@ from tcal_components.modules.hybrid_decoder import HybridDecoder
 
 DEFAULT_OPTIMIZER = {"_component_": "torch.optim.AdamW", "betas": [0.9, 0.95]}
 
+_FUSABLE = ("torch.optim.Adam", "torch.optim.AdamW")
+
 # By name: marks on parameters are lost by fully_shard and deepcopy.
 _NO_DECAY = (".decay.A_log", ".decay.dt_bias", ".scale", "_conv.weight", ".bias")
 
@@ -49,8 +51,9 @@ def build_optimizer(
 
     Args:
         groups: from ``parameter_groups``; their learning rate and weight decay take precedence.
-        component: ``_component_`` and its arguments; None is ``torch.optim.AdamW`` with betas 0.9 and 0.95.
-            ``torchao.optim.AdamW8bit`` needs 2 instead of 8 bytes a parameter for its moments.
+        component: ``_component_`` and its arguments; None is ``torch.optim.AdamW`` with betas 0.9 and 0.95, fused on CUDA
+            unless ``fused`` or ``foreach`` is given. ``torchao.optim.AdamW8bit`` needs 2 instead of 8 bytes a parameter for
+            its moments; with weights in bfloat16 give it ``bf16_stochastic_round: true``.
 
     Returns:
         The optimizer.
@@ -63,4 +66,8 @@ def build_optimizer(
         raise ValueError("optimizer has no _component_; for example optimizer: {_component_: torch.optim.AdamW}")
     given.pop("lr", None)
     given.pop("weight_decay", None)
+    on_cuda = all(parameter.device.type == "cuda" for group in groups for parameter in group["params"])
+    if on_cuda and given["_component_"] in _FUSABLE and not {"fused", "foreach"} & set(given):
+        # By default torch loops over parameters under FSDP2, and elsewhere holds square roots of all second moments at once.
+        given["fused"] = True
     return config.instantiate(given, groups)

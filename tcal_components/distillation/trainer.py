@@ -179,10 +179,18 @@ class Distiller:
             (total * (self.ctx.world_size / max(counted, 1))).backward()
             sums += torch.stack([parts["kl_sum"], parts["ce_sum"], total.detach()])
         kl, ce, total_loss = (self.ctx.all_sum(sums) / max(counted, 1)).tolist()
-        limit = self.config.clip_grad_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
+        return [kl, ce, total_loss], self._clip()
+
+    def _clip(self) -> float:
+        """Clips the gradients in place; returns their norm before."""
+        # By itself torch takes its multi-tensor kernels for plain tensors only: two launches a parameter under FSDP2.
+        foreach = True if all(p.device.type == "cuda" for p in self.parameters) else None
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return [kl, ce, total_loss], float(norm)
+        if self.config.clip_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_grad_norm, norm, foreach=foreach)
+        return float(norm)
 
     def _check_finite(self, loss: float, norm: float, lr: float) -> None:
         if math.isfinite(loss) and math.isfinite(norm):

@@ -26,6 +26,8 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from tcal_components.modules.gated_delta_net import DecayParameters
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 
+_COMPILED_SHAPES = 64
+
 
 def setup_process_group(device: torch.device | str) -> torch.device:
     """Join the processes that ``tune run --nproc_per_node`` or ``torchrun`` started; a single process joins nothing.
@@ -168,6 +170,10 @@ def parallelize(
     Raises:
         ValueError: for CPU offload with one process.
     """
+    if ctx.device.type == "cuda":
+        # Flex attention is compiled anew for every shape, with and without gradients. After the default of 8 torch runs it
+        # unfused in silence, with all scores in memory.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILED_SHAPES)
     if compile:
         training.compile_model(model, verbose=False)
     if activation_checkpointing:
@@ -207,6 +213,24 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def materialize(model: nn.Module, *, ctx: ParallelContext, cpu_offload: bool = False) -> None:
+    """Give a model from the meta device its storage; weights hold whatever the memory held, tables are filled.
+
+    Args:
+        model: as ``parallelize`` returned it.
+        ctx: the processes.
+        cpu_offload: as given to ``parallelize``.
+    """
+    model.to_empty(device="cpu" if cpu_offload else ctx.device)
+    with ctx.device:
+        for module in model.modules():
+            rope_init = getattr(module, "rope_init", None)
+            if callable(rope_init):
+                # FSDP2's offload moves parameters only: the table belongs where the computation is.
+                module.to(ctx.device)
+                rope_init()
+
+
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Tensor], *, ctx: ParallelContext, cpu_offload: bool = False
 ) -> None:
@@ -224,14 +248,7 @@ def load_full_state_dict(
     reshard(model)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         # Not assigned but copied into: assigning loses float8's wrapped weights and the parameters' requires_grad.
-        model.to_empty(device="cpu" if cpu_offload else ctx.device)
-        with ctx.device:
-            for module in model.modules():
-                rope_init = getattr(module, "rope_init", None)
-                if callable(rope_init):
-                    # FSDP2's offload moves parameters only: the table belongs where the computation is.
-                    module.to(ctx.device)
-                    rope_init()
+        materialize(model, ctx=ctx, cpu_offload=cpu_offload)
     full: dict[str, Any] = dict(state_dict) if ctx.is_first else {}
     if ctx.mesh is None:
         model.load_state_dict(full, strict=True)

@@ -8,6 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 
+class Stopped(Exception):
+    """A stage has saved its state and ended before its end, because it was asked to.
+
+    Args:
+        step: steps made.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped after step {step}")
+        self.step = step
+
+
 class StopRequest:
     """Becomes true when a signal arrives; pass it as a stage's ``should_stop``."""
 

@@ -88,7 +88,8 @@ class DecayParameters(nn.Module):
             Tensor: log decay, negative, shape [..., H], float32 (float64 for float64 inputs).
         """
         dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
-        return -self.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + self.dt_bias.to(dtype))
+        # The sum widens `a` within its own kernel.
+        return -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias.to(dtype))
 
 
 class GatedHeadRMSNorm(nn.Module):

@@ -24,4 +24,9 @@ class RMSNorm(modules.RMSNorm):
         Returns:
             torch.Tensor: Same shape and type as ``x``.
         """
+        if x.device.type == "cuda" and x.dtype == self.scale.dtype:
+            # The kernel computes in float32 by itself; upcast inputs would be kept for the backward pass, at twice the
+            # memory. Autocast would upcast them too.
+            with torch.autocast("cuda", enabled=False):
+                return F.rms_norm(x, self.normalized_shape, self.scale, self.eps)
         return F.rms_norm(x.float(), self.normalized_shape, self.scale.float(), self.eps).to(x.dtype)

@@ -107,7 +107,8 @@ def apply_float8(
             raise ValueError(
                 f"a float8 teacher is quantised from bfloat16 weights, these are {', '.join(sorted(wrong))}"
             )
-        quantise = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+        # torchao's default would switch all fp32 products to TF32 and tune every later compilation for minutes.
+        quantise = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
         quantize_(model, quantise, filter_fn=lambda _, name: name in chosen)
     else:
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)

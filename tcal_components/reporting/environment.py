@@ -61,6 +61,7 @@ class StageClock:
         self.tokens = earlier_tokens
         self._earlier_seconds = earlier_seconds
         self._start = time.perf_counter()
+        self._stopped: float | None = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
@@ -70,9 +71,15 @@ class StageClock:
         """Counts tokens (over all processes) for the rate."""
         self.tokens += int(tokens)
 
+    def stop(self) -> None:
+        """What follows in the stage is not its work, such as the evaluation of what it made."""
+        self._stopped = self.seconds
+
     @property
     def seconds(self) -> float:
         """Wall-clock seconds so far, the time before an interruption included."""
+        if self._stopped is not None:
+            return self._stopped
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # kernels still in the queue belong to this stage
         return self._earlier_seconds + time.perf_counter() - self._start

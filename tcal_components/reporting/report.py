@@ -237,9 +237,10 @@ class Report:
         self.save()
         try:
             yield clock
-        except BaseException:
+        except BaseException as error:
             self._record(name, clock)
-            self.data["stages"][name] = "failed"
+            asked = isinstance(error, (KeyboardInterrupt, SystemExit))
+            self.data["stages"][name] = "interrupted" if asked else "failed"
             raise
         else:
             self._record(name, clock)

@@ -1,7 +1,11 @@
 """A tiny teacher on disk and a way to run recipes in this process."""
 
 import importlib.util
+import itertools
+import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -68,3 +72,72 @@ def small_config(random_teacher, tmp_path):
         return OmegaConf.merge(cfg, OmegaConf.from_dotlist([*small, *changes]))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """Folder with calibration.jsonl, train.jsonl and eval.jsonl: short, different documents of the embedded text."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, count in (("calibration", 14), ("train", 40), ("eval", 8)):
+        lines = (asset_path("quickstart") / f"{name}.jsonl").read_text().splitlines()
+        documents = (json.loads(line)["text"] for line in lines)
+        pieces = (text[i : i + 1200] for text in documents for i in range(0, len(text) - 1200, 1200))
+        rows = [json.dumps({"text": piece}) for piece in itertools.islice(pieces, count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def quick_args(texts):
+    """Command line of a run of all stages on the embedded teacher in a few seconds."""
+
+    def make(output, *changes):
+        args = [f"output_dir={output}", "align.steps=8", "align.batch_size=4", "align.seq_len=64"]
+        for part, source in (("calibration_dataset", "calibration"), ("dataset", "train"), ("validation_dataset", "eval")):
+            args += [f"{part}.source={texts / source}.jsonl", f"{part}.seq_len=64", f"{part}.max_tokens=2048"]
+        args += ["dataset.max_tokens=8192", "align.eval_every=4", "align.heldout_batches=2", "measure.batch_size=4"]
+        args += ["distill.tokens=3072", "distill.batch_size=4", "distill.eval_every_steps=6", "distill.warmup_steps=2"]
+        args += ["distill.lr=3.0e-4", "export.dtype=fp32", "export.verify_tokens=32"]
+        return ["--config", str(ROOT / "configs" / "quickstart.yaml"), *args, *map(str, changes)]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_main(load_recipe):
+    """Runs the main recipe in this process with a command line."""
+
+    def run(args):
+        before, sys.argv = sys.argv, ["taylor_calibrate_kd", *args]
+        try:
+            load_recipe("taylor_calibrate_kd").recipe_main()
+        except SystemExit as end:
+            if end.code:
+                raise
+        finally:
+            sys.argv = before
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tune():
+    """Runs the `tune` command in a process of its own, with this project's recipes."""
+    code = (
+        "from tcal_components.plugin.tune_hook import install; install(); "
+        "from torchtune._cli.tune import main; main()"
+    )
+
+    def run(folder, *args):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            [sys.executable, "-c", code, *map(str, args)],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    return run

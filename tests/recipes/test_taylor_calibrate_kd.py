@@ -1,0 +1,236 @@
+"""The pipeline on the embedded teacher: the report, the weights, the export, stages that are not run again, two processes."""
+
+import json
+import shutil
+from itertools import combinations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tcal_components.assets import asset_path
+from tcal_components.calibration.initialize import initialize_mixers
+from tcal_components.checkpoint.hf_folder import load_teacher_state_dict
+from tcal_components.checkpoint.import_hybrid import import_hybrid
+from tcal_components.models import hybrid
+
+RETAINED, CONVERTED = [0, 3], [1, 2, 4, 5]
+OUTPUTS = {
+    "measure": "statistics.safetensors",
+    "initialize": "mixers.safetensors",
+    "align": "mixers.safetensors",
+    "distill": "student.safetensors",
+    "export": "model.safetensors",
+}
+
+
+@pytest.fixture(scope="module")
+def whole(run_main, quick_args, tmp_path_factory):
+    """Folder of a run of all stages."""
+    out = tmp_path_factory.mktemp("whole")
+    run_main(quick_args(out))
+    return out
+
+
+@pytest.fixture(scope="module")
+def teacher_weights():
+    return load_teacher_state_dict(asset_path("quickstart"), dtype=torch.float32)
+
+
+def report_of(out):
+    return json.loads((out / "report.json").read_text())
+
+
+def numbers(report):
+    """What two runs of the same config have in common, whatever the machine did meanwhile."""
+    keys = ("teacher", "student", "perplexity", "alignment_error", "tokens", "recovery_curve", "alignment_curve")
+    return {key: report[key] for key in keys}
+
+
+def outputs(out):
+    return {stage: load_file(out / stage / name) for stage, name in OUTPUTS.items() if (out / stage / name).is_file()}
+
+
+def assert_same_outputs(first, second):
+    for stage in OUTPUTS:
+        a, b = outputs(first)[stage], outputs(second)[stage]
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a), stage
+
+
+def changed_at(out):
+    return {stage: (out / stage / name).stat().st_mtime_ns for stage, name in OUTPUTS.items()}
+
+
+def test_the_report_keeps_its_contract(whole):
+    report = report_of(whole)
+    assert report["schema"] == 1 and report["recipe"] == "taylor_calibrate_kd" and report["world_size"] == 1
+    assert len(report["config_sha256"]) == 64 and report["versions"]["torchtune"] == "0.6.1"
+    assert report["device"].startswith("cpu")
+    assert report["teacher"]["family"] == "qwen3" and report["teacher"]["parameters"] == 3_050_688
+    assert report["student"]["retained_layers"] == RETAINED and report["student"]["converted_layers"] == CONVERTED
+    assert report["student"]["parameters"] == sum(t.numel() for t in outputs(whole)["distill"].values())
+
+    perplexity = report["perplexity"]
+    assert set(perplexity) == {"naive", "analytic", "aligned", "distilled"}
+    assert report["teacher"]["perplexity"] < perplexity["aligned"] < perplexity["analytic"] < perplexity["naive"]
+    assert report["teacher"]["perplexity"] < perplexity["distilled"] < perplexity["aligned"]
+    assert set(report["alignment_error"]) == {str(layer) for layer in CONVERTED}
+    assert all(error["last"] < error["first"] for error in report["alignment_error"].values())
+    assert report["tokens"] == {"calibration": 2048, "alignment": 8 * 4 * 64, "distillation": 3072}
+    assert [row["tokens"] for row in report["recovery_curve"]] == [4096, 4096 + 6 * 256, 4096 + 12 * 256]
+    for table in ("seconds", "peak_memory_gib"):
+        assert set(report[table]) == set(OUTPUTS) and all(value > 0 for value in report[table].values())
+    assert all(report["tokens_per_second"][stage] > 0 for stage in OUTPUTS if stage != "export")
+    export = report["export"]
+    assert export["path"] == str(whole / "export") and export["format"] == "qwen3_5_text" and export["ok"]
+    assert export["max_abs_logit_diff"] < 1e-4 * export["reference_logit_max"]
+    assert report["stages"] == dict.fromkeys(OUTPUTS, "finished")
+    text = (whole / "report.md").read_text()
+    assert "distilled" in text and list(whole.glob("*.png")) and (whole / "export" / "README.md").is_file()
+    assert not list(whole.glob("**/.*")), "nothing half written is left"
+
+
+def test_the_export_is_the_student_and_writes_text(whole):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(whole / "export", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(whole / "export")
+    student = hybrid(checkpoint_dir=asset_path("quickstart"), retained_layers=RETAINED, gdn={"conv_size": 4})
+    student.load_state_dict(outputs(whole)["distill"])
+    tokens = tokenizer("It is a truth universally acknowledged, that a single man", return_tensors="pt").input_ids
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, student.eval()(tokens), rtol=1e-4, atol=1e-3)
+    made = model.generate(tokens, max_new_tokens=12, do_sample=False)
+    assert made.shape[1] > tokens.shape[1]
+    assert tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True).strip()
+
+
+def test_parts_of_the_text_share_no_document(whole, load_recipe, texts):
+    data = report_of(whole)["data"]
+    roles = ("calibration", "heldout", "training", "evaluation")
+    assert len({data[role]["sha256"] for role in roles}) == 4
+    kept = {name: (texts / f"{name}.jsonl").read_text().splitlines() for name in ("calibration", "train", "eval")}
+    assert not any(set(kept[a]) & set(kept[b]) for a, b in combinations(kept, 2))
+
+
+def test_stages_one_after_the_other(whole, run_main, quick_args, teacher_weights, tmp_path):
+    """In four runs, each exporting what there is, instead of one."""
+    run_main(quick_args(tmp_path, "stages=[measure]"))
+    report = report_of(tmp_path)
+    assert report["perplexity"] == dict.fromkeys(("naive", "analytic", "aligned", "distilled"))
+    assert report["stages"] == {"measure": "finished"} and report["tokens"]["calibration"] == 2048
+
+    mixers = {name for name in teacher_weights for layer in CONVERTED if name.startswith(f"layers.{layer}.attn.")}
+    for stage in ("initialize", "align"):
+        run_main(quick_args(tmp_path, f"stages=[{stage},export]"))
+        exported = import_hybrid(tmp_path / "export", dtype=torch.float32)
+        assert exported.retained_layers == tuple(RETAINED)
+        for name, weight in teacher_weights.items():
+            if name not in mixers:
+                assert torch.equal(exported.state_dict[name], weight), f"{name} after {stage}"
+        for name, weight in outputs(tmp_path)[stage].items():
+            assert torch.equal(exported.state_dict[name], weight), f"{name} after {stage}"
+    assert report_of(tmp_path)["perplexity"]["distilled"] is None
+
+    run_main(quick_args(tmp_path, "stages=[distill,export]"))
+    assert numbers(report_of(tmp_path)) == numbers(report_of(whole))
+    assert_same_outputs(tmp_path, whole)
+
+
+def test_naive_is_the_plain_copy_on_the_same_layers(whole, load_recipe, run_main, quick_args, tmp_path):
+    run_main(quick_args(tmp_path, "stages=[measure,initialize]", "initialize.strategy=naive"))
+    perplexity = report_of(tmp_path)["perplexity"]
+    assert perplexity["naive"] == perplexity["analytic"] == report_of(whole)["perplexity"]["naive"]
+
+
+@pytest.fixture
+def again(whole, tmp_path):
+    """A copy of the run's folder with the times of its files."""
+    return shutil.copytree(whole, tmp_path / "again")
+
+
+def test_finished_stages_are_not_run_again(again, run_main, quick_args):
+    before, report = changed_at(again), report_of(again)
+    run_main(quick_args(again))
+    # The path of the copy is in the report alone.
+    assert changed_at(again) == before and report_of(again)["seconds"] == report["seconds"]
+    assert numbers(report_of(again)) == numbers(report)
+
+    run_main(quick_args(again, "align.steps=4", "distill.tokens=512", "distill.eval_every_steps=1"))
+    after, second = changed_at(again), report_of(again)
+    assert [stage for stage in OUTPUTS if after[stage] != before[stage]] == ["align", "distill", "export"]
+    assert second["perplexity"]["analytic"] == report["perplexity"]["analytic"]
+    assert second["perplexity"]["aligned"] != report["perplexity"]["aligned"]
+    assert second["tokens"] == {"calibration": 2048, "alignment": 1024, "distillation": 512}
+    assert [row["tokens"] for row in second["recovery_curve"]] == [3072, 3328, 3584]
+
+
+def test_an_output_of_other_settings_is_not_used(again, run_main, quick_args, capsys):
+    for stages, change, said in (
+        ("distill,export", "align.lr=1.0e-3", "the output of align in"),
+        ("export", "distill.lr=1.0e-3", "the output of distill in"),
+        ("align", "seed=1", "the output of initialize is not in"),
+    ):
+        with pytest.raises(SystemExit):
+            run_main(quick_args(again, f"stages=[{stages}]", change))
+        assert said in capsys.readouterr().err
+
+
+def test_another_evaluation_text_gives_new_numbers(again, run_main, quick_args):
+    before = report_of(again)
+    changes = ["validation_dataset.max_tokens=1024", "distill.tokens=512", "resume_from_checkpoint=true"]
+    run_main(quick_args(again, *changes))
+    after = report_of(again)
+    for name, value in before["perplexity"].items():
+        assert after["perplexity"][name] not in (None, value)
+    assert after["alignment_error"] == before["alignment_error"]
+
+
+def test_a_run_without_alignment(run_main, quick_args, tmp_path):
+    """What the ablation of the whole pipeline needs: distillation from the analytic start."""
+    stages = "stages=[measure,initialize,distill]"
+    run_main(quick_args(tmp_path, stages, "distill.tokens=512", "distill.eval_every_steps=null", "kd_loss=null"))
+    report = report_of(tmp_path)
+    assert report["perplexity"]["aligned"] is None and report["perplexity"]["distilled"] is not None
+    assert report["recovery_curve"][0] == {"tokens": 2048, "perplexity": report["perplexity"]["analytic"]}
+
+
+def test_two_processes_give_the_same_numbers(whole, tune, quick_args, tmp_path):
+    _, config, *changes = quick_args(tmp_path / "out")
+    result = tune(
+        tmp_path, "run", "--nproc_per_node", 2, "recipes/taylor_calibrate_kd", "--config", config, *changes
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    one, two = report_of(whole), report_of(tmp_path / "out")
+    assert two["world_size"] == 2 and two["stages"] == one["stages"] and two["tokens"] == one["tokens"]
+    assert two["teacher"]["perplexity"] == pytest.approx(one["teacher"]["perplexity"], rel=1e-5)
+    for name, value in one["perplexity"].items():
+        assert two["perplexity"][name] == pytest.approx(value, rel=1e-4), name
+    for layer, error in one["alignment_error"].items():
+        assert two["alignment_error"][layer] == pytest.approx(error, rel=1e-5), layer
+    losses = [logged(out, "distill/loss") for out in (whole, tmp_path / "out")]
+    assert len(losses[0]) == 12 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+    first, second = (load_file(out / "measure" / "statistics.safetensors") for out in (whole, tmp_path / "out"))
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=1e-6, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def logged(out, name):
+    """A metric's values in the log of the run."""
+    text = "".join(path.read_text() for path in sorted((out / "logs").iterdir()))
+    return [float(part.split(":", 1)[1]) for part in text.split() if part.startswith(f"{name}:")]
+
+
+def test_initialisation_trains_nothing(whole, load_recipe, quick_args, tmp_path):
+    """The stage's weights are a function of teacher and text: calling it directly gives them again."""
+    from omegaconf import OmegaConf
+
+    module = load_recipe("taylor_calibrate_kd")
+    _, config, *changes = quick_args(tmp_path)
+    recipe = module.TaylorCalibrateKD(OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(changes)))
+    bench = recipe.bench
+    with torch.no_grad():
+        naive = initialize_mixers(
+            "naive", teacher=recipe.teacher, layers=bench.converted, gdn_spec=bench.gdn, statistics=None, batches=[]
+        )
+    assert bench.perplexity(recipe.teacher, naive.weights) == report_of(whole)["perplexity"]["naive"]
