@@ -120,7 +120,6 @@ class TaylorCalibrateKD:
                 "resume_from_checkpoint",
                 "measure",
                 "initialize",
-                "align",
                 "distill",
                 "export",
                 "precision",
@@ -221,7 +220,10 @@ class TaylorCalibrateKD:
         if "distill" in self.stages:
             bench.check_batch_size(self.distill_config.batch_size, "distill.batch_size")
             group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.0, "weight_decay": 0.0}
-            build_optimizer([group], self.cfg.get("optimizer"))
+            try:
+                build_optimizer([group], self.cfg.get("optimizer"))
+            except ValueError as error:
+                raise ConfigError(f"optimizer: {error}") from error
         for name in ("student", "teacher"):
             if getattr(self.precision, name) not in (None, "float8"):
                 raise ConfigError(f"precision.{name} is '{getattr(self.precision, name)}'; allowed: float8, null")

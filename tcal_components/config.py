@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torchtune.config import instantiate
+from torchtune.config._utils import _get_component_from_path
 
 from tcal_components.assets import PREFIX, resolve
 
@@ -66,7 +68,7 @@ def check_keys(given: Mapping[str, Any], allowed: list[str], where: str) -> None
     for key in given:
         if key not in allowed:
             raise ConfigError(
-                f"unknown key '{key}' in {where}{_suggest(str(key), allowed)}; allowed: {', '.join(sorted(allowed))}"
+                f"unknown key '{key}' in {where}{_suggest(str(key), allowed)}; allowed: {', '.join(sorted(set(allowed)))}"
             )
 
 
@@ -144,8 +146,9 @@ def section(kind: type[T], given: Mapping[str, Any] | DictConfig | None, where: 
     """
     if given is not None and not isinstance(given, (Mapping, DictConfig)):
         raise ConfigError(f"{where} is {given!r}, expected keys and values")
-    values = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else dict(given or {})
-    assert isinstance(values, dict) and dataclasses.is_dataclass(kind)
+    plain: Any = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else given
+    values: dict[str, Any] = dict(plain or {})
+    assert dataclasses.is_dataclass(kind)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     check_keys(values, [name for name in fields if name not in extra], where)
     hints = typing.get_type_hints(kind)
@@ -177,21 +180,22 @@ def check_component(node: Any, where: str, *, supplied: Sequence[str] = ()) -> N
     Raises:
         ConfigError: no such component, an argument that it does not take or of the wrong type, or one that it lacks.
     """
-    from torchtune.config._utils import _get_component_from_path
-
     if not isinstance(node, DictConfig) or "_component_" not in node:
         raise ConfigError(f"{where} needs a _component_ key that names a class or function")
     path = node["_component_"]
+    if not isinstance(path, str):
+        raise ConfigError(f"{where}._component_ is {path!r}, expected the name of a class or function")
     try:
         component = _get_component_from_path(path)
         parameters = inspect.signature(component).parameters
     except Exception as error:
         raise ConfigError(f"{where}._component_ {path!r} cannot be imported: {error}") from error
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        check_keys({k: None for k in node if k != "_component_"}, list(parameters), where)
         for name in supplied:
             if name not in parameters:
                 raise ConfigError(f"{where}._component_ {path!r} does not fit: it takes no {name}")
+        allowed = [name for name in parameters if name not in supplied]
+        check_keys({str(k): None for k in node if k != "_component_"}, allowed, where)
     for name, parameter in parameters.items():
         required = parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD
         if required and parameter.kind is not inspect.Parameter.VAR_POSITIONAL and name not in (*node, *supplied):
@@ -200,11 +204,50 @@ def check_component(node: Any, where: str, *, supplied: Sequence[str] = ()) -> N
         hints = typing.get_type_hints(component.__init__ if inspect.isclass(component) else component)
     except (NameError, TypeError):  # annotations of others need not be importable
         hints = {}
-    for name, value in OmegaConf.to_container(node, resolve=True).items():  # type: ignore[union-attr]
-        hint = hints.get(str(name), Any)
-        null = value is None and name in parameters and parameters[str(name)].default is None
+    given: dict[str, Any] = OmegaConf.to_container(node, resolve=True)  # type: ignore[assignment]
+    for key, value in given.items():
+        hint = hints.get(key, Any)
+        null = value is None and key in parameters and parameters[key].default is None
         if not null and not _accepts(value, hint):
-            raise ConfigError(f"{where}.{name} is {value!r}, expected {_kind(hint)}")
+            raise ConfigError(f"{where}.{key} is {value!r}, expected {_kind(hint)}")
+
+
+def takes(node: DictConfig, name: str) -> bool:
+    """Whether a checked ``_component_`` section has an argument of that name.
+
+    Args:
+        node: the config section.
+        name: of the argument.
+
+    Returns:
+        bool: it may be passed.
+    """
+    parameters = inspect.signature(_get_component_from_path(node["_component_"])).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def build(node: DictConfig, where: str, *args: Any, **kwargs: Any) -> Any:
+    """Instantiate a ``_component_`` section; what it refuses is said with its place in the config.
+
+    Args:
+        node: the config section.
+        where: its key, for messages.
+        *args: passed on before its own arguments.
+        **kwargs: passed on in place of its own.
+
+    Returns:
+        What the component makes.
+
+    Raises:
+        ConfigError: the component raised a ValueError.
+        FileNotFoundError: it found no file.
+    """
+    try:
+        return instantiate(node, *args, **kwargs)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{where}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def resolve_assets(node: Any) -> Any:
@@ -217,7 +260,7 @@ def resolve_assets(node: Any) -> Any:
         The same object.
     """
     if isinstance(node, DictConfig):
-        keys: list[Any] = [k for k in node if not OmegaConf.is_interpolation(node, k)]
+        keys: list[Any] = [k for k in node if not OmegaConf.is_interpolation(node, str(k))]
     elif isinstance(node, ListConfig):
         keys = [i for i in range(len(node)) if not OmegaConf.is_interpolation(node, i)]
     else:

@@ -6,7 +6,6 @@ Everything that can be wrong with a config is found in the constructor, before a
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,13 +16,21 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torchtune import config as torchtune_config
 from torchtune import training, utils
-from torchtune.config._utils import _get_component_from_path
 
 from tcal_components.calibration.layer_optimizer import AlignConfig
 from tcal_components.calibration.selection import RetainConfig, resolve_retained
 from tcal_components.checkpoint.artifacts import parse_dtype
 from tcal_components.checkpoint.fingerprint import folder_fingerprint
-from tcal_components.config import ConfigError, check_component, check_keys, resolve_assets, scalar, section
+from tcal_components.config import (
+    ConfigError,
+    build,
+    check_component,
+    check_keys,
+    resolve_assets,
+    scalar,
+    section,
+    takes,
+)
 from tcal_components.data import BatchStream, PackedTextDataset, assert_disjoint, prepare_batch
 from tcal_components.distributed import ParallelContext, load_full_state_dict, parallelize, to_storage_dtype
 from tcal_components.evaluation.perplexity import evaluation_batches, perplexity
@@ -46,7 +53,7 @@ COMPONENTS = (
 # What the recipes themselves pass to a component.
 SUPPLIED = {
     "model": ("retained_layers",),
-    "calibration_dataset": ("tokenizer", "skip_tokens", "max_tokens"),
+    "calibration_dataset": ("tokenizer",),
     "dataset": ("tokenizer",),
     "validation_dataset": ("tokenizer",),
     "optimizer": ("params",),
@@ -123,18 +130,18 @@ class Workbench:
         self.parallel = section(ParallelConfig, cfg.get("parallel"), "parallel")
         dtype = parse_dtype(scalar(cfg, "dtype", str, "fp32"), "dtype")
 
-        checkpointer = torchtune_config.instantiate(cfg.teacher_checkpointer)
+        checkpointer = build(cfg.teacher_checkpointer, "teacher_checkpointer")
         self.teacher_checkpointer = checkpointer
         self.spec: DecoderSpec = checkpointer.spec
         self._check_family("teacher_model")
-        self.retained = resolve_retained(section(RetainConfig, cfg.get("retain"), "retain"), self.spec.num_layers)
+        self.retained = self._retained()
         self.converted = tuple(i for i in range(self.spec.num_layers) if i not in self.retained)
         self.gdn = GatedDeltaNetSpec.from_config(cfg.model.get("gdn")).resolve(self.spec)
         self._check_family("model", retained_layers=list(self.retained))
 
         self.ctx = ParallelContext.create(self._device(), dtype=dtype, dp_replicate=self.parallel.dp_replicate)
         training.set_seed(seed=self.seed)
-        self.tokenizer = torchtune_config.instantiate(cfg.tokenizer)
+        self.tokenizer = build(cfg.tokenizer, "tokenizer")
         if self.tokenizer.vocab_size > self.spec.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens, the teacher's vocabulary {self.spec.vocab_size}"
@@ -143,11 +150,18 @@ class Workbench:
         self.teacher_fingerprint = folder_fingerprint(checkpointer.checkpoint_dir)
         self._check_output()
 
+    def _retained(self) -> tuple[int, ...]:
+        config = section(RetainConfig, self.cfg.get("retain"), "retain")
+        try:
+            return resolve_retained(config, self.spec.num_layers)
+        except ValueError as error:
+            raise ConfigError(f"retain: {error}") from error
+
     def _check_family(self, where: str, **arguments: Any) -> None:
         """A builder of another model than the checkpoint's is a mistake that shows only as garbage."""
         name = self.cfg[where]["_component_"]
         with torch.device("meta"):
-            model = torchtune_config.instantiate(self.cfg[where], **arguments)
+            model = build(self.cfg[where], where, **arguments)
         if not isinstance(model, HybridDecoder):
             raise ConfigError(f"{where} {name} is none of the builders of tcal_components.models")
         ours, theirs = dataclasses.asdict(model.spec), dataclasses.asdict(self.spec)
@@ -193,7 +207,12 @@ class Workbench:
 
     def _datasets(self) -> dict[str, PackedTextDataset]:
         cfg = self.cfg
-        data = {"calibration": torchtune_config.instantiate(cfg.calibration_dataset, self.tokenizer)}
+        if not takes(cfg.calibration_dataset, "skip_tokens"):
+            raise ConfigError(
+                f"calibration_dataset._component_ {cfg.calibration_dataset['_component_']!r} does not fit: it takes no "
+                "skip_tokens, which the text that layers are judged by needs"
+            )
+        data = {"calibration": build(cfg.calibration_dataset, "calibration_dataset", self.tokenizer)}
         skip = int(cfg.calibration_dataset.get("skip_tokens") or 0) + data["calibration"].num_tokens
         # The text on which layers are judged: neither fitted nor the final evaluation's, cut as alignment cuts its own.
         align = section(AlignConfig, cfg.get("align"), "align")
@@ -208,8 +227,8 @@ class Workbench:
                 f"batch_size x seq_len) of other documents are wanted after the first {skip}; lower its max_tokens or "
                 f"give more text ({error})"
             ) from error
-        data["training"] = torchtune_config.instantiate(cfg.dataset, self.tokenizer)
-        data["evaluation"] = torchtune_config.instantiate(cfg.validation_dataset, self.tokenizer)
+        data["training"] = build(cfg.dataset, "dataset", self.tokenizer)
+        data["evaluation"] = build(cfg.validation_dataset, "validation_dataset", self.tokenizer)
         longest = max(dataset.seq_len for dataset in data.values())
         if longest > self.spec.max_seq_len:
             raise ConfigError(
@@ -313,8 +332,7 @@ class Workbench:
         """
         dataset = self.cfg.dataset
         limits = [limit for limit in (max_tokens, dataset.get("max_tokens")) if limit is not None]
-        takes = inspect.signature(_get_component_from_path(dataset["_component_"])).parameters
-        changes = {"max_tokens": max(min(limits), seq_len)} if limits and "max_tokens" in takes else {}
+        changes = {"max_tokens": max(min(limits), seq_len)} if limits and takes(dataset, "max_tokens") else {}
         return torchtune_config.instantiate(dataset, self.tokenizer, seq_len=seq_len, **changes)
 
     def perplexity(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None, label: str = "") -> float:

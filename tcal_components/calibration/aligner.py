@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tcal_components.calibration.capture import AttentionCapture, capture_batch, student_precision
 from tcal_components.calibration.collectives import all_sum_, world_size
-from tcal_components.calibration.layer_optimizer import AlignConfig, LayerOptimizer
+from tcal_components.calibration.layer_optimizer import AlignConfig, MixerOptimizer
 from tcal_components.calibration.layer_sums import batch_documents
 from tcal_components.calibration.projections import whole
 from tcal_components.modules.hybrid_decoder import HybridDecoder
@@ -28,14 +28,14 @@ class AlignResult:
     Attributes:
         weights: ``layers.{i}.attn.{name}`` to float32 tensors on the CPU: of each layer those of its lowest held-out error.
         error: by layer ``{"first", "last", "step"}``: relative held-out error before the first step, error of the chosen
-            weights, and the step after which they were taken.
+            weights, and the step after which they were taken; what a polish adds says ``polish_alignment``.
         curve: one ``{"step", "error": {layer: relative held-out error}}`` per evaluation.
         steps: optimizer steps made.
         tokens: tokens seen by all processes, padding included.
     """
 
     weights: dict[str, Tensor]
-    error: dict[int, dict[str, float]]
+    error: dict[int, dict[str, float | None]]
     curve: list[dict[str, Any]]
     steps: int
     tokens: int
@@ -44,8 +44,8 @@ class AlignResult:
 class Aligner:
     """Teacher-forced alignment of all converted layers, one step at a time.
 
-    Each layer minimises |student(x) - y|^2 / |y|^2 (or the mean square, as published) on its own, right after the
-    teacher's layer has run, so activations and gradients of one layer at a time are alive. Mixers may be plain modules
+    Each layer minimises |student(x) - y|^2 / |y|^2 (or the mean square, as published) on its own; its backward runs right
+    after the teacher's layer, so the activations of one layer at a time are alive. Mixers may be plain modules
     (the same on every process; gradients are summed) or modules sharded by FSDP2, each on its own.
 
     Args:
@@ -73,7 +73,7 @@ class Aligner:
         self.config = config
         self.layers = sorted(int(layer) for layer in mixers)
         self._autocast_dtype = autocast_dtype
-        self._optimizers = {layer: LayerOptimizer(mixers[str(layer)], config) for layer in self.layers}
+        self._optimizer = MixerOptimizer([mixers[str(layer)] for layer in self.layers], config)
         self._best = {layer: self._copy(layer) for layer in self.layers}
         self._best_error = {layer: math.inf for layer in self.layers}
         self._best_step = {layer: 0 for layer in self.layers}
@@ -95,10 +95,9 @@ class Aligner:
         """
         valid = batch_documents(batch) >= 0
         errors: list[Tensor] = []
-        norms: list[Tensor] = []
 
         def train(capture: AttentionCapture) -> None:
-            mixer, optimizer = self.mixers[str(capture.layer)], self._optimizers[capture.layer]
+            mixer = self.mixers[str(capture.layer)]
             with torch.enable_grad():
                 error, energy = _error_and_energy(mixer, capture, valid)
                 # The sum over all processes: then the result does not depend on how a batch is split.
@@ -107,17 +106,18 @@ class Aligner:
                 if not self.config.relative:
                     scale = all_sum_(valid.sum().to(energy.dtype)).clamp_min(1.0) * capture.y.shape[-1]
                 (error / scale).backward()
-            norms.append(optimizer.step(self.step))
             errors.append(error.detach() / energy)
 
         self._forward(batch, train)
-        values = all_sum_(torch.stack(errors)).tolist()
+        norms = self._optimizer.step(self.step)
+        # The one moment at which the host waits for the device.
+        values, lengths = torch.stack([all_sum_(torch.stack(errors)).double(), norms.double()]).tolist()
         self._check_finite(values, "training")
         self.step += 1
         self.tokens += batch["tokens"].numel() * world_size()
         return {
             "error": dict(zip(self.layers, values)),
-            "grad_norm": dict(zip(self.layers, torch.stack(norms).tolist())),
+            "grad_norm": dict(zip(self.layers, lengths)),
         }
 
     @torch.no_grad()
@@ -224,8 +224,7 @@ class Aligner:
             {"step": point["step"], "error": {int(layer): value for layer, value in point["error"].items()}}
             for point in progress["curve"]
         ]
-        for optimizer in self._optimizers.values():
-            optimizer.set_steps(self.step)
+        self._optimizer.set_steps(self.step)
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {}
@@ -233,7 +232,7 @@ class Aligner:
             for name, parameter in self.mixers[str(layer)].named_parameters():
                 tensors[f"mixer.{layer}.{name}"] = parameter.detach()
                 tensors[f"best.{layer}.{name}"] = self._best[layer][name]
-                for moment, value in self._optimizers[layer].moments(parameter).items():
+                for moment, value in self._optimizer.moments(parameter).items():
                     tensors[f"{moment}.{layer}.{name}"] = value
         return tensors
 

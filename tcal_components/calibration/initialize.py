@@ -147,7 +147,7 @@ def _candidates(
     """The ways in which a layer is tried: with and without fold where the teacher has something to fold."""
     blocks: Any = teacher.layers
     source = read_attention(blocks[layer].attn, teacher.spec, device)
-    foldable = plan.folds and bool(source.drops) and options.fold != "off"
+    foldable = plan.folds and bool(source.drops) and options.fold != "never"
     starts = []
     for fold in ([False, True] if options.fold == "auto" else [True]) if foldable else [False]:
         with torch.random.fork_rng(devices=[]):

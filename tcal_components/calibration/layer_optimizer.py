@@ -1,9 +1,11 @@
-"""AdamW of one converted layer during alignment: groups by name, schedule, gradient sum and clipping."""
+"""AdamW of the converted layers during alignment: groups by name, schedule, gradient sum and clipping by layer."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from tcal_components.calibration.collectives import all_sum_, world_size
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 # Marks on parameters (`_no_weight_decay`) are lost by deepcopy, assigning loads and fully_shard; names are not.
 NO_DECAY = ("decay", "o_norm", "q_conv", "k_conv", "v_conv")
+POLISHES = ("none", "teacher", "sequential")
 PARTS = (*PROJECTIONS, "g_proj", "a_proj", "b_proj", *NO_DECAY)
 
 
@@ -36,6 +39,12 @@ class AlignConfig:
         heldout_batches: number of held-out batches of ``batch_size`` sequences.
         relative: minimise |student - y|^2 / |y|^2; False takes the mean squared error, as published.
         frozen: parts of the mixer that are not trained, such as ``output_proj`` and ``o_norm`` as published.
+        polish: closed form at the end: W_o of every layer solved once more over ``polish_tokens`` tokens and kept where
+            that lowers the held-out error. ``teacher`` (on the teacher's inputs), ``sequential`` (layer by layer on the
+            student's own hidden states) or ``none``. Not done where ``output_proj`` is frozen.
+        polish_tokens: training text of the polish, over all processes.
+        polish_pulls: strengths of the pull to the trained W_o, relative to the mean diagonal; chosen in each layer.
+        polish_gamma: ``sequential``: share of the student's drift from the teacher that each layer is asked to undo.
         fixed_sequences: train on these few sequences again and again, as published; None takes fresh text.
 
     Raises:
@@ -57,6 +66,10 @@ class AlignConfig:
     heldout_batches: int = 4
     relative: bool = True
     frozen: tuple[str, ...] = ()
+    polish: str = "teacher"
+    polish_tokens: int = 131_072
+    polish_pulls: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+    polish_gamma: float = 0.5
     fixed_sequences: int | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +80,7 @@ class AlignConfig:
             ("warmup_steps", 0),
             ("eval_every", 1),
             ("heldout_batches", 1),
+            ("polish_tokens", 1),
             ("lr", 0.0),
             ("projection_lr", 0.0),
             ("weight_decay", 0.0),
@@ -83,10 +97,23 @@ class AlignConfig:
         unknown = [part for part in self.frozen if part not in PARTS]
         if unknown:
             raise ValueError(f"align.frozen has {unknown[0]!r}; allowed: {', '.join(PARTS)}")
+        if self.polish not in POLISHES:
+            raise ValueError(f"align.polish is {self.polish!r}; allowed: {', '.join(POLISHES)}")
+        if not self.polish_pulls or min(self.polish_pulls) < 0:
+            raise ValueError(
+                f"align.polish_pulls is {list(self.polish_pulls)}; it must be a list of numbers of at least 0"
+            )
+        if not 0.0 <= self.polish_gamma <= 1.0:
+            raise ValueError(f"align.polish_gamma is {self.polish_gamma}; it must lie in [0, 1]")
         if self.fixed_sequences is not None and self.fixed_sequences < 1:
             raise ValueError(
                 f"align.fixed_sequences is {self.fixed_sequences}; it must be at least 1, or null for fresh text"
             )
+
+    @property
+    def polishes(self) -> bool:
+        """Whether W_o is solved once more at the end."""
+        return self.polish != "none" and "output_proj" not in self.frozen
 
     @property
     def text_tokens(self) -> int:
@@ -109,7 +136,7 @@ class AlignConfig:
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
 
 
-def parameter_groups(mixer: nn.Module, config: AlignConfig) -> list[dict[str, object]]:
+def parameter_groups(mixer: nn.Module, config: AlignConfig) -> list[dict[str, Any]]:
     """Groups of AdamW by the names of the parameters.
 
     Args:
@@ -129,67 +156,91 @@ def parameter_groups(mixer: nn.Module, config: AlignConfig) -> list[dict[str, ob
     ]
 
 
-class LayerOptimizer:
-    """AdamW of one mixer, plain or sharded by FSDP2.
+class MixerOptimizer:
+    """One AdamW for all mixers, plain or sharded by FSDP2; gradients are clipped layer by layer.
+
+    One optimizer for all layers because each launch costs more than its arithmetic; the gradients of all layers are alive
+    until :meth:`step`. On CUDA the fused kernel takes one launch for many tensors.
 
     Args:
-        mixer: the layer; its parameters are trained.
+        mixers: the layers; their parameters are trained.
         config: numbers of the run.
     """
 
-    def __init__(self, mixer: nn.Module, config: AlignConfig) -> None:
+    def __init__(self, mixers: Iterable[nn.Module], config: AlignConfig) -> None:
         self._config = config
-        self._parameters = [
-            parameter.requires_grad_(name.split(".")[0] not in config.frozen)
-            for name, parameter in mixer.named_parameters()
-        ]
+        self._layers: list[list[nn.Parameter]] = []
+        groups: dict[tuple[Any, Any], dict[str, Any]] = {}
+        for mixer in mixers:
+            for name, parameter in mixer.named_parameters():
+                parameter.requires_grad_(name.split(".")[0] not in config.frozen)
+            self._layers.append([parameter for parameter in mixer.parameters() if parameter.requires_grad])
+            for group in parameter_groups(mixer, config):
+                merged = groups.setdefault((group["peak_lr"], group["weight_decay"]), {**group, "params": []})
+                merged["params"] += group["params"]
+        self._parameters = [parameter for group in groups.values() for parameter in group["params"]]
         self._sharded = any(hasattr(parameter, "full_tensor") for parameter in self._parameters)
-        self._adamw = torch.optim.AdamW(parameter_groups(mixer, config), betas=config.betas, eps=config.eps)
+        fused = not self._sharded and all(parameter.is_cuda for parameter in self._parameters)
+        self._adamw = torch.optim.AdamW(
+            list(groups.values()), betas=config.betas, eps=config.eps, fused=True if fused else None
+        )
         # The state exists from the start, so that a run can be saved and loaded before its first step.
         for parameter in self._parameters:
             self._adamw.state[parameter] = {
-                "step": torch.zeros(()),
+                "step": torch.zeros((), device=parameter.device if fused else "cpu"),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
+    @torch.no_grad()
     def step(self, number: int) -> Tensor:
-        """One step from the gradients of this process's share of the loss; clears them.
+        """One step from the gradients of this process's share of the losses; clears them.
 
         Args:
             number: steps made before.
 
         Returns:
-            Tensor: gradient norm before clipping, a scalar.
+            Tensor: gradient norm of each layer before clipping, in the order of the mixers; nothing waits for it.
         """
         self._sum_gradients()
-        limit = self._config.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norms = self._clip()
         factor = self._config.schedule(number)
         for group in self._adamw.param_groups:
             group["lr"] = group["peak_lr"] * factor
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
-        return norm.detach()
+        return norms
 
-    @torch.no_grad()
+    def _clip(self) -> Tensor:
+        limit = math.inf if self._config.max_grad_norm is None else self._config.max_grad_norm
+        if self._sharded:
+            sharded = [torch.nn.utils.clip_grad_norm_(layer, limit) for layer in self._layers]
+            return torch.stack([norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in sharded])
+        gradients = [_gradients(layer) for layer in self._layers]
+        parts = torch.stack(torch._foreach_norm([gradient for layer in gradients for gradient in layer]))
+        norms = torch.stack([torch.linalg.vector_norm(part) for part in parts.split([len(g) for g in gradients])])
+        if limit != math.inf:
+            factors = (limit / (norms + 1e-6)).clamp(max=1.0)
+            for layer, factor in zip(gradients, factors.unbind()):
+                torch._foreach_mul_(layer, factor)
+        return norms
+
     def _sum_gradients(self) -> None:
         """The gradient of the whole loss: every process holds that of its share."""
         processes = world_size()
         if processes == 1:
             return
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if self._sharded:
-            # FSDP2 has averaged them; the loss is already divided by the energy of all processes.
-            for gradient in gradients:
-                gradient.mul_(processes)
-            return
-        for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
-            bucket = [gradient for gradient in gradients if gradient.dtype == dtype]
-            flat = all_sum_(torch.cat([gradient.flatten() for gradient in bucket]))
-            for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
-                gradient.copy_(part.view_as(gradient))
+        for layer in self._layers:
+            gradients = _gradients(layer)
+            if self._sharded:
+                # FSDP2 has averaged them; the loss is already divided by the energy of all processes.
+                torch._foreach_mul_(gradients, processes)
+                continue
+            for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
+                bucket = [gradient for gradient in gradients if gradient.dtype == dtype]
+                flat = all_sum_(torch.cat([gradient.flatten() for gradient in bucket]))
+                for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
+                    gradient.copy_(part.view_as(gradient))
 
     def moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """Running means of one parameter's gradient and squared gradient."""
@@ -199,3 +250,7 @@ class LayerOptimizer:
         """Sets AdamW's own counters after its moments were loaded."""
         for parameter in self._parameters:
             self._adamw.state[parameter]["step"].fill_(steps)
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

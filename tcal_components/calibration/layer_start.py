@@ -14,7 +14,7 @@ from tcal_components.calibration.statistics import LayerStatistics
 from tcal_components.modules.gated_delta_net import GatedDeltaNet
 
 DISTANCES = {"mean": "distance", "mean_without_sink": "distance_without_sink", "median": "median_distance"}
-FOLDS = ("auto", "on", "off")
+FOLDS = ("auto", "always", "never")  # not on and off: YAML 1.1 reads those as booleans
 FORCINGS = ("student", "teacher")
 
 
@@ -24,7 +24,7 @@ class InitializeOptions:
 
     Args:
         pull: strength of the pull of the ridge regression for W_o to the copied weights, relative to the mean diagonal.
-        fold: fold q/k/v biases and q/k norm weights of the teacher into the projections: ``on``, ``off``, or ``auto``
+        fold: fold q/k/v biases and q/k norm weights of the teacher into the projections: ``always``, ``never``, or ``auto``
             (both are tried in each layer and the lower held-out error stays). Only strategies with a regression fold.
         distance: statistic that sets the half-life: ``mean``, ``mean_without_sink`` or ``median``. None: the strategy's.
         min_half_life: shortest half-life in tokens.
@@ -32,6 +32,8 @@ class InitializeOptions:
         centre_keys: take the mean key of each head out of W_k (``taylor``, ``taylor_sequential``).
         write_level: mean write gate of every head (likewise); None leaves W_b at its library default.
         write_random: keep the random part of W_b besides.
+        key_scale: factor of W_q and W_k where keys have the teacher's head size (likewise): silu is nearly linear where its
+            input is small, and keeps both signs; the L2 norm cancels the factor.
         value_scale: factor of W_v (likewise): the norm cancels it, but silu is nearly linear where its input is small.
         forcing: hidden states on which ``taylor_sequential`` fits a layer: the ``student``'s own or the ``teacher``'s.
         gamma: share of the student's drift from the teacher that each of its layers is asked to undo.
@@ -52,6 +54,7 @@ class InitializeOptions:
     centre_keys: bool = True
     write_level: float | None = 0.2
     write_random: bool = False
+    key_scale: float = 0.1
     value_scale: float = 0.25
     forcing: str = "student"
     gamma: float = 0.5
@@ -72,8 +75,9 @@ class InitializeOptions:
             raise ValueError(
                 f"initialize.write_level is {self.write_level}; it must lie between 0 and 1, or be null for random rows"
             )
-        if self.value_scale <= 0:
-            raise ValueError(f"initialize.value_scale is {self.value_scale}; it must be positive")
+        for name in ("key_scale", "value_scale"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"initialize.{name} is {getattr(self, name)}; it must be positive")
         if self.forcing not in FORCINGS:
             raise ValueError(f"initialize.forcing is {self.forcing!r}; allowed: {', '.join(FORCINGS)}")
         if not 0.0 <= self.gamma <= 1.0:

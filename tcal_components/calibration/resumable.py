@@ -11,6 +11,7 @@ from torch import nn
 
 from tcal_components.calibration.alignment import AlignConfig, Aligner, AlignResult, align
 from tcal_components.calibration.collectives import all_sum_, rank
+from tcal_components.calibration.polish import polish_alignment, polish_batches
 from tcal_components.calibration.statistics import Statistics, measure
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.data import BatchStream
@@ -93,7 +94,7 @@ def resumable_alignment(
         should_stop: asked after every step; any process's yes saves and ends the alignment.
 
     Returns:
-        AlignResult: as of an unbroken run.
+        AlignResult: as of an unbroken run, polished if ``config`` says so.
 
     Raises:
         Stopped: it was asked to stop before the end; the state is saved.
@@ -128,6 +129,10 @@ def resumable_alignment(
         progress=rank() == 0,
         resume=resume,
         autocast_dtype=autocast_dtype,
+    )
+    text = (prepare(batch) for batch in polish_batches(stream, config))
+    result = polish_alignment(
+        teacher, mixers, text, heldout_batches, result, config=config, autocast_dtype=autocast_dtype
     )
     state.clear()
     if rank() == 0 and state.directory.is_dir():

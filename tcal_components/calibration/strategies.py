@@ -49,6 +49,14 @@ def small_values(start: LayerStart) -> None:
     start.mixer.v_proj.weight.mul_(start.options.value_scale)
 
 
+def small_keys(start: LayerStart) -> None:
+    """W_q and W_k scaled down, for the same reason; signed features keep both signs without it."""
+    head_dim = start.source.q.shape[0] // start.source.num_heads
+    if start.mixer.key_head_dim == head_dim:
+        start.mixer.q_proj.weight.mul_(start.options.key_scale)
+        start.mixer.k_proj.weight.mul_(start.options.key_scale)
+
+
 def low_write_gate(start: LayerStart) -> None:
     """W_b[h] = logit(0.2) w* for every head, alone or beside the random part."""
     level = start.options.write_level
@@ -200,7 +208,7 @@ class Strategy:
     sequential: bool = False
 
 
-FEATURES: tuple[WeightStep, ...] = (copy, centre_keys, small_values, low_write_gate, open_gate)
+FEATURES: tuple[WeightStep, ...] = (copy, centre_keys, small_keys, small_values, low_write_gate, open_gate)
 
 STRATEGIES: dict[str, Strategy] = {
     "naive": Strategy("projections copied, library defaults for the rest", (copy,)),

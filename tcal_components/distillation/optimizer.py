@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torchao.optim import adam
 from torchtune import config
 
 from tcal_components.checkpoint.optimizer_state import named_trainable
+from tcal_components.distillation.sharded_adam import step_on_shards
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 
 DEFAULT_OPTIMIZER = {"_component_": "torch.optim.AdamW", "betas": [0.9, 0.95]}
@@ -70,4 +74,8 @@ def build_optimizer(
     if on_cuda and given["_component_"] in _FUSABLE and not {"fused", "foreach"} & set(given):
         # By default torch loops over parameters under FSDP2, and elsewhere holds square roots of all second moments at once.
         given["fused"] = True
-    return config.instantiate(given, groups)
+    optimizer = config.instantiate(given, groups)
+    sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+    if sharded and isinstance(optimizer, adam._AdamBase):
+        optimizer.step = types.MethodType(step_on_shards, optimizer)
+    return optimizer

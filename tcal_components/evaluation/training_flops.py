@@ -93,6 +93,6 @@ def expected_bytes(
         embeddings = spec.vocab_size * spec.embed_dim * (1 if spec.tie_word_embeddings else 2)
         total -= (teacher - embeddings) * (teacher_dtype.itemsize - 1)
     if stage == "align":
-        return total + mixers * 4 * 4
+        return total + mixers * 3 * 4  # weights and moments; gradients exist of one layer at a time
     moments = 2 * (1 + 4 / 256) if eight_bit_optimizer else 2 * student_dtype.itemsize
     return total + student * (2 * student_dtype.itemsize + moments)

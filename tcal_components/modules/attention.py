@@ -100,6 +100,12 @@ class GroupedQueryAttention(MultiHeadAttention):
             raise ValueError("attention got no y and has no enabled key/value cache to read instead")
 
         repeats = self.num_heads // self.num_kv_heads
+        if cached and isinstance(mask, torch.Tensor):
+            # Decoding reads the whole cache in every step: repeating its heads would multiply that.
+            context = nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask[:, None, :, :], enable_gqa=repeats > 1
+            )
+            return self.output_proj(context.transpose(1, 2).reshape(batch, length, -1))
         if repeats > 1:
             # Whole heads: query heads 0 .. repeats - 1 read key/value head 0, and so on.
             k = k.repeat_interleave(repeats, dim=1)

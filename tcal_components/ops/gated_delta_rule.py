@@ -207,6 +207,8 @@ def gated_delta_rule_step(
     return o.to(out_dtype), state
 
 
+# The library's wrappers break torch.compile's graphs in many places; one break is enough.
+@torch.compiler.disable
 def _fla_gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -19,10 +19,16 @@ def gated_rms_norm(x: Tensor, gate: Tensor, scale: Tensor, *, eps: float) -> Ten
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if x.device.type == "cuda" and dtype == torch.float32:
-        # Lazy, and for CUDA tensors only: without a GPU flash-linear-attention imports but cannot run.
-        from fla.modules.fused_norm_gate import rms_norm_gated
-
-        return rms_norm_gated(x, gate.to(x.dtype), scale, None, activation="swish", eps=eps)
+        return _fla_gated_rms_norm(x, gate.to(x.dtype), scale, eps)
     with torch.autocast(x.device.type, enabled=False):
         normed = F.rms_norm(x.to(dtype), (x.shape[-1],), scale.to(dtype), eps)
         return (normed * F.silu(gate.to(dtype))).to(x.dtype)
+
+
+# The library's wrappers break torch.compile's graphs in many places; one break is enough.
+@torch.compiler.disable
+def _fla_gated_rms_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
+    # Lazy, and for CUDA tensors only: without a GPU flash-linear-attention imports but cannot run.
+    from fla.modules.fused_norm_gate import rms_norm_gated
+
+    return rms_norm_gated(x, gate, scale, None, activation="swish", eps=eps)

@@ -98,6 +98,8 @@ def _use_fla(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype != torch.float64
 
 
+# The library's wrappers break torch.compile's graphs in many places; one break is enough.
+@torch.compiler.disable
 def _fla_short_conv(x: Tensor, taps: Tensor, documents: Documents | None) -> Tensor:
     from fla.modules.convolution import causal_conv1d
 

@@ -4,6 +4,7 @@ Usage: python distributed_worker.py RANK WORLD_SIZE FOLDER
 """
 
 import copy
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tcal_components.calibration.alignment import AlignConfig, Aligner, align
 from tcal_components.calibration.initialize import initialize_mixers
+from tcal_components.calibration.polish import polish
 from tcal_components.calibration.statistics import measure
 from tcal_components.models._decoder import build_decoder
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
@@ -46,7 +48,7 @@ def run(job, rank, world_size, *, sharded):
         name: initialize_mixers(
             name, teacher=teacher, layers=LAYERS, gdn_spec=gdn, statistics=statistics, batches=batches
         )
-        for name in ("taylor", "taylor_published")
+        for name in ("taylor", "taylor_published", "taylor_sequential")
     }
     mixers = load_mixers(build_mixers(teacher.spec, gdn, LAYERS), starts["taylor"].weights)
     if sharded:
@@ -62,7 +64,12 @@ def run(job, rank, world_size, *, sharded):
     arguments = {"config": CONFIG, "progress": False}
     aligned = align(teacher, mixers, batches, batches[:2], on_step=save, **arguments)
     resumed = align(teacher, mixers, batches[2:], batches[:2], resume=saved, **arguments)
+    polished = {}
+    for mode in ("teacher", "sequential"):
+        plain = load_mixers(build_mixers(teacher.spec, gdn, LAYERS), aligned.weights).requires_grad_(False)
+        polished[mode] = polish(teacher, plain, batches, batches[:2], config=dataclasses.replace(CONFIG, polish=mode))
     return {
+        "polished": polished,
         "statistics": {layer: vars(statistics.layers[layer]) for layer in LAYERS},
         "starts": {name: start.weights for name, start in starts.items()},
         "notes": {name: start.diagnostics for name, start in starts.items()},

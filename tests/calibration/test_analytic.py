@@ -125,6 +125,25 @@ def test_ridge_without_pull_and_with_too_few_tokens():
     torch.testing.assert_close(f @ weight.T, y)
 
 
+def test_head_scales_solve_the_joint_least_squares():
+    f, y, copied, gram, target = _regression()
+    outputs = torch.stack([f[:, 2 * h : 2 * h + 2] @ copied[:, 2 * h : 2 * h + 2].T for h in range(3)], dim=-1)
+    expected = torch.linalg.lstsq(outputs.flatten(0, 1), y.flatten()).solution
+    torch.testing.assert_close(analytic.head_scales(gram, target, copied, 3, ridge=1e-12), expected)
+    assert torch.equal(analytic.head_scales(gram * 0, target * 0, copied, 3), torch.ones(3).double())
+
+
+def test_centred_rows():
+    torch.manual_seed(0)
+    x = torch.randn(200, 8).double() + 2.0
+    w_star, _ = analytic.constant_direction(x.T @ x / 200, x.mean(0))
+    weight = torch.randn(5, 8).double()
+    keys = x @ analytic.centred_rows(weight, x.mean(0), w_star).T
+    assert float(keys.mean(0).abs().max()) < 1e-9
+    shift = x @ weight.T - keys
+    torch.testing.assert_close(shift, (x @ w_star)[:, None] * (weight @ x.mean(0)))
+
+
 def test_output_scale_and_squared_error():
     f, y, copied, gram, target = _regression()
     energy = float(y.square().sum())

@@ -62,9 +62,16 @@ def test_two_ranks_equal_one_process(results):
                 assert close(got["statistics"][layer][name], value, 1e-6), (kind, layer, name)
         for strategy, weights in single["starts"].items():
             for name, value in weights.items():
-                assert close(got["starts"][strategy][name], value, 1e-5), (kind, strategy, name)
+                # A weak pull and a second layer behind the first one's rounding
+                tolerance = 1e-3 if strategy == "taylor_sequential" else 1e-5
+                assert close(got["starts"][strategy][name], value, tolerance), (kind, strategy, name)
             for layer, notes in single["notes"][strategy].items():
                 assert got["notes"][strategy][layer]["heldout_error"] == pytest.approx(notes["heldout_error"], rel=1e-5)
+        for mode, layers in single["polished"].items():
+            for layer, notes in layers.items():
+                measured = got["polished"][mode][layer]
+                assert measured["pull"] == notes["pull"]
+                assert measured["after"] == pytest.approx(notes["after"], rel=1e-3), (kind, mode, layer)
         assert got["tokens"] == single["tokens"] == 4 * 4 * 32
         for point, expected in zip(got["curve"], single["curve"], strict=True):
             assert point["step"] == expected["step"]

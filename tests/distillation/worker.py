@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torchao.optim import AdamW8bit
 
 from tcal_components.checkpoint.optimizer_state import initialize_optimizer, optimizer_state, restore_optimizer
 from tcal_components.checkpoint.run_state import RunState
+from tcal_components.distillation.optimizer import build_optimizer
 from tcal_components.distributed import ParallelContext, gather_full_state_dict, load_full_state_dict, parallelize
 from tcal_components.models._decoder import build_decoder
 
@@ -85,7 +85,8 @@ def eight_bit(ctx, folder):
     def build():
         torch.manual_seed(0)
         model = fully_shard(nn.Linear(256, 64), mesh=ctx.mesh)
-        return model, AdamW8bit(model.parameters(), lr=1e-2)
+        groups = [{"params": list(model.parameters()), "lr": 1e-2, "weight_decay": 0.01}]
+        return model, build_optimizer(groups, {"_component_": "torchao.optim.AdamW8bit"})
 
     def train(model, optimizer, steps):
         for step in steps:

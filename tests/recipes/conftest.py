@@ -93,9 +93,20 @@ def quick_args(texts):
 
     def make(output, *changes):
         args = [f"output_dir={output}", "align.steps=8", "align.batch_size=4", "align.seq_len=64"]
-        for part, source in (("calibration_dataset", "calibration"), ("dataset", "train"), ("validation_dataset", "eval")):
+        for part, source in (
+            ("calibration_dataset", "calibration"),
+            ("dataset", "train"),
+            ("validation_dataset", "eval"),
+        ):
             args += [f"{part}.source={texts / source}.jsonl", f"{part}.seq_len=64", f"{part}.max_tokens=2048"]
-        args += ["dataset.max_tokens=8192", "align.eval_every=4", "align.heldout_batches=2", "measure.batch_size=4"]
+        args += [
+            "dataset.max_tokens=8192",
+            "align.eval_every=4",
+            "align.heldout_batches=2",
+            "align.polish=teacher",
+            "align.polish_tokens=1024",
+            "measure.batch_size=4",
+        ]
         args += ["distill.tokens=3072", "distill.batch_size=4", "distill.eval_every_steps=6", "distill.warmup_steps=2"]
         args += ["distill.lr=3.0e-4", "export.dtype=fp32", "export.verify_tokens=32"]
         return ["--config", str(ROOT / "configs" / "quickstart.yaml"), *args, *map(str, changes)]
@@ -124,8 +135,7 @@ def run_main(load_recipe):
 def tune():
     """Runs the `tune` command in a process of its own, with this project's recipes."""
     code = (
-        "from tcal_components.plugin.tune_hook import install; install(); "
-        "from torchtune._cli.tune import main; main()"
+        "from tcal_components.plugin.tune_hook import install; install(); from torchtune._cli.tune import main; main()"
     )
 
     def run(folder, *args):

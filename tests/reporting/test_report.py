@@ -93,6 +93,23 @@ def test_failed_stage_leaves_a_valid_report(tmp_path, config):
     assert data["stages"]["align"] == "failed" and data["seconds"]["align"] is not None
 
 
+def test_an_interruption_is_no_failure(tmp_path, config):
+    report = Report(tmp_path, "r", config)
+    with pytest.raises(SystemExit), report.stage("align"):
+        raise SystemExit(143)
+    assert _read(report)["stages"]["align"] == "interrupted" and not report.finished("align")
+
+
+def test_evaluation_is_not_the_time_of_the_stage(tmp_path, config):
+    report = Report(tmp_path, "r", config)
+    with report.stage("align") as clock:
+        clock.stop()
+        time.sleep(0.1)
+        report.update({"perplexity": {"aligned": 2.0}})
+        assert _read(report)["stages"]["align"] == "running"
+    assert _read(report)["seconds"]["align"] < 0.1
+
+
 def test_nan_and_infinity_become_null(tmp_path, config):
     report = Report(tmp_path, "r", config)
     report.update({"perplexity": {"naive": float("inf"), "aligned": float("nan"), "analytic": torch.tensor(2.5)}})

@@ -1,0 +1,274 @@
+"""Speed and memory of training steps at real sizes with random weights: nothing is downloaded.
+
+    tune run recipes/benchmark_training --config configs/benchmark_qwen3_8b.yaml
+    tune run --nproc_per_node 2 recipes/benchmark_training --config configs/benchmark_qwen3_8b.yaml "run=[bf16,float8]"
+
+Measures each variant of the config with the recipes' own training loops, then the loss head by itself. Results are written
+to ``output_dir/benchmark.json`` and ``benchmark.md`` after every row; a variant that does not fit becomes a row that says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config, training, utils
+
+from tcal_components.calibration.selection import RetainConfig, resolve_retained
+from tcal_components.checkpoint.artifacts import parse_dtype
+from tcal_components.config import ConfigError, check_component, check_keys, one_line_errors, section
+from tcal_components.distributed import ParallelContext
+from tcal_components.distributed.environment import startup_report
+from tcal_components.evaluation.loss_head import LossHeadConfig, measure_loss_head
+from tcal_components.evaluation.training_flops import FORMULA
+from tcal_components.evaluation.training_speed import TrainingSpeed, free_memory
+from tcal_components.evaluation.training_variants import Variant
+from tcal_components.models.memory import count_parameters
+from tcal_components.models.spec import GatedDeltaNetSpec
+from tcal_components.reporting import config_sha256, device_description, package_versions, write_json
+from tcal_components.reporting._format import short_number, table
+
+log = utils.get_logger("INFO")
+
+_KEYS = (
+    *("output_dir", "seed", "device", "dtype", "model", "spec", "gdn", "retain", "dp_replicate", "peak_tflops"),
+    *("defaults", "variants", "run", "loss_head", "max_seconds"),
+)
+
+
+def _container(node: Any) -> dict[str, Any]:
+    return dict(OmegaConf.to_container(node, resolve=True)) if node is not None else {}
+
+
+class Benchmark:
+    """The benchmark of one config.
+
+    Args:
+        cfg: see ``configs/benchmark_qwen3_8b.yaml``.
+
+    Raises:
+        ValueError: a mistake in the config, in one line.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        check_keys(dict.fromkeys(cfg), list(_KEYS), "the config")
+        for key in ("output_dir", "model", "variants"):
+            if cfg.get(key) is None:
+                raise ConfigError(f"the config has no {key}")
+        check_component(cfg.model, "model")
+        with torch.device("meta"):
+            spec = config.instantiate(cfg.model).spec
+        changes = _container(cfg.get("spec"))
+        check_keys(changes, [field.name for field in dataclasses.fields(spec)], "spec")
+        spec = dataclasses.replace(spec, **changes)
+        retained = resolve_retained(section(RetainConfig, cfg.get("retain"), "retain"), spec.num_layers)
+        self.variants = self._variants(cfg)
+        self.loss_head = None
+        if cfg.get("loss_head") is not None:
+            self.loss_head = section(LossHeadConfig, cfg.loss_head, "loss_head")
+        self.max_seconds = float(cfg.get("max_seconds") or float("inf"))
+        self.ctx = ParallelContext.create(
+            cfg.get("device", "cuda"),
+            dtype=parse_dtype(cfg.get("dtype", "bf16"), "dtype"),
+            dp_replicate=int(cfg.get("dp_replicate", 1)),
+        )
+        gdn = GatedDeltaNetSpec.from_config(cfg.get("gdn"))
+        self.speed = TrainingSpeed(
+            spec, retained_layers=retained, gdn=gdn, ctx=self.ctx, peak_tflops=float(cfg.get("peak_tflops", 989.0))
+        )
+        for name, variant in self.variants.items():
+            self.speed.check(name, variant)
+        hardware_float8 = any(
+            "float8" in (v.student, v.teacher) and not v.emulate_float8 for v in self.variants.values()
+        )
+        found = startup_report(self.ctx, float8=hardware_float8)
+        for fact in found.facts:
+            self._log(fact)
+        found.raise_for_problems()
+        training.set_seed(seed=int(cfg.get("seed", 0)))
+
+        parameters, mixers = count_parameters(spec, retained_layers=retained, gdn=gdn)
+        self.output_dir = Path(cfg.output_dir)
+        self.data: dict[str, Any] = {
+            "schema": 1,
+            "recipe": "benchmark_training",
+            "command": shlex.join(sys.argv),
+            "config_sha256": config_sha256(cfg),
+            "versions": package_versions(),
+            "device": device_description(self.ctx.device),
+            "world_size": self.ctx.world_size,
+            "dtype": str(self.ctx.dtype).removeprefix("torch."),
+            "teacher": {**dataclasses.asdict(spec), "parameters": count_parameters(spec)[0]},
+            "student": {"retained_layers": retained, "parameters": parameters, "mixer_parameters": mixers},
+            "flops": {"formula": FORMULA, "peak_tflops_per_device": self.speed.peak_tflops},
+            "variants": {},
+            "loss_head": {},
+            "seconds": 0.0,
+        }
+
+    def _variants(self, cfg: DictConfig) -> dict[str, Variant]:
+        given, defaults = _container(cfg.variants), _container(cfg.get("defaults"))
+        chosen = list(cfg.run) if cfg.get("run") is not None else list(given)
+        for name in chosen:
+            if name not in given:
+                raise ConfigError(f"unknown variant '{name}' in run; allowed: {', '.join(given)}")
+        return {
+            name: section(Variant, {**defaults, **(given[name] or {})}, f"variants.{name} (with defaults)")
+            for name in chosen
+        }
+
+    def _log(self, text: str) -> None:
+        if self.ctx.is_first:
+            log.info(text)
+
+    def _out_of_time(self) -> bool:
+        """The first process's clock decides for all."""
+        over = self.ctx.is_first and time.perf_counter() - self.began > self.max_seconds
+        return bool(self.ctx.all_sum(torch.tensor(int(over), device=self.ctx.device)).item())
+
+    def run(self) -> bool:
+        """Measures everything.
+
+        Returns:
+            Whether every variant ran or was found not to fit.
+        """
+        self.began = time.perf_counter()
+        good = True
+        for name, variant in self.variants.items():
+            if self._out_of_time():
+                row: dict[str, Any] = {"status": "not run: max_seconds is over"}
+            else:
+                start = time.perf_counter()
+                row = self._measure(name, variant)
+                row["total_seconds"] = time.perf_counter() - start
+            good = good and not row["status"].startswith("failed")
+            self.data["variants"][name] = row
+            self._write()
+            self._log(f"{name}: {self._line(row)}")
+        # One process is enough: the loss head is not sharded.
+        if self.loss_head is not None and self.ctx.is_first:
+            for kind in self.loss_head.kinds:
+                self.data["loss_head"][kind] = row = self._loss_head(kind)
+                self._write()
+                self._log(f"loss head, {kind}: {row}")
+        self.ctx.barrier()
+        self._write()
+        return good
+
+    def _measure(self, name: str, variant: Variant) -> dict[str, Any]:
+        try:
+            return self.speed.measure(variant)
+        except Exception as error:  # noqa: BLE001 - one variant's fault must not cost the results of the others
+            traceback.print_exc()
+            text = " ".join(str(error).split())[:300]
+        free_memory(self.ctx.device)
+        return {**dataclasses.asdict(variant), "status": f"failed: {text}"}
+
+    def _loss_head(self, kind: str) -> dict[str, Any]:
+        settings, spec = self.loss_head, self.speed.spec
+        assert settings is not None
+        sizes = {
+            "tokens": settings.tokens,
+            "vocab_size": settings.vocab_size or spec.vocab_size,
+            "embed_dim": settings.embed_dim or spec.embed_dim,
+        }
+        free_memory(self.ctx.device)
+        try:
+            row = measure_loss_head(
+                kind, **sizes, repeats=settings.repeats, dtype=self.ctx.dtype, device=self.ctx.device
+            )
+            row["status"] = "ok"
+        except torch.OutOfMemoryError:
+            row = {"status": "out of memory"}
+        free_memory(self.ctx.device)
+        if kind == "linear":
+            above = row.get("above_weights_gib")
+            row |= {"goal_gib": settings.goal_gib, "within_goal": None if above is None else above <= settings.goal_gib}
+        return {**sizes, **row}
+
+    @staticmethod
+    def _line(row: Mapping[str, Any]) -> str:
+        if row["status"] != "ok":
+            return str(row["status"])
+        text = f"{row['seconds_per_step']:.3f} s a step, {short_number(row['tokens_per_second'])} tokens/s"
+        if row["peak_memory_gib"] is not None:
+            text += f", {row['share_of_peak']:.1%} of the bf16 peak, {row['peak_memory_gib']:.1f} GiB"
+        return text
+
+    def _write(self) -> None:
+        if not self.ctx.is_first:
+            return
+        self.data["seconds"] = time.perf_counter() - self.began
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        write_json(self.output_dir / "benchmark.json", self.data)
+        (self.output_dir / "benchmark.md").write_text(render(self.data), encoding="utf-8")
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """``benchmark.md`` of a ``benchmark.json``."""
+    rows: list[list[Any]] = []
+    for name, row in data["variants"].items():
+        ok = row["status"] == "ok"
+        share = row.get("share_of_peak") if ok else None
+        what: list[Any] = [None] * 5
+        if "stage" in row:
+            tokens = f"{row['batch_size']} x {row['seq_len']}"
+            what = [f"{row['student']} / {row['teacher']}", tokens, row["micro_batch_size"] or "all"]
+            distill = row["stage"] == "distill"
+            what += [f"{row['loss']}, {row['optimizer']}, {row['weights']}" if distill else "alignment, fp32 mixers"]
+            what += [("yes" if row["activation_checkpointing"] else "no") if distill else "-"]
+        numbers = [row.get("seconds_per_step"), row.get("tokens_per_second"), None if share is None else f"{share:.1%}"]
+        rows.append([name, *what, *numbers, row.get("expected_gib"), row.get("peak_memory_gib"), row["status"]])
+    header = (
+        *("variant", "student / teacher", "tokens a step", "micro batch", "loss, optimizer, weights", "checkpointing"),
+        *("s a step", "tokens/s", "of bf16 peak", "expected GiB", "peak GiB", "status"),
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items() if version)
+    teacher, student = data["teacher"], data["student"]
+    setting = (
+        f"{data['world_size']} x {data['device']}; {versions}. Teacher {teacher['family']}, {teacher['num_layers']} layers, "
+        f"{teacher['parameters'] / 1e9:.2f} B parameters; student {student['parameters'] / 1e9:.2f} B, "
+        f"{len(student['retained_layers'])} layers keep attention. Random weights, synthetic packed text."
+    )
+    legend = (
+        "Expected GiB: weights, gradients and optimizer state of one process; activations come on top. Peak: the fullest "
+        f"process. Peak rate: {data['flops']['peak_tflops_per_device']:g} TFLOP/s a device. {data['flops']['formula']}"
+    )
+    parts = ["# Training benchmark", setting, f"`{data['command']}`", table(header, rows), legend]
+    if data["loss_head"]:
+        heads = [
+            (kind, f"{row['tokens']} x {row['vocab_size']}, E {row['embed_dim']}")
+            + (row.get("above_weights_gib"), row.get("seconds"), row["status"])
+            for kind, row in data["loss_head"].items()
+        ]
+        head_table = table(("loss head", "tokens x vocabulary", "GiB above weights", "seconds", "status"), heads)
+        goal = data["loss_head"].get("linear", {}).get("goal_gib")
+        parts += ["## Loss head, forward and backward", head_table]
+        parts += [f"Goal for linear: at most {goal:g} GiB above weights and hidden states."] if goal else []
+    return "\n\n".join(parts) + "\n"
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Entry point of ``tune run``."""
+    with one_line_errors():
+        benchmark = Benchmark(cfg)
+    good = benchmark.run()
+    if benchmark.ctx.is_first:
+        print(f"benchmark: {benchmark.output_dir / 'benchmark.md'}")
+    if benchmark.ctx.world_size > 1:
+        torch.distributed.destroy_process_group()
+    if not good:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())
