@@ -330,8 +330,7 @@ class TaylorCalibrateKD:
         total, mixers = count_parameters(bench.spec, retained_layers=bench.retained, gdn=bench.gdn)
         validation = fingerprint(bench.data_fingerprint("evaluation"))
         if (self.report.data.get("data") or {}).get("evaluation_fingerprint") != validation:
-            for stage in STAGES:  # numbers on other text are not comparable
-                self.report.forget(stage)
+            self._measure_again()  # numbers on other text are not comparable
         self.report.update(
             {
                 "teacher": {"family": bench.spec.family, "parameters": count_parameters(bench.spec)[0]},
@@ -354,6 +353,30 @@ class TaylorCalibrateKD:
         bench.log(f"report: {self.out / 'report.md'}")
         if self.logger is not None:
             self.logger.close()
+
+    def _measure_again(self) -> None:
+        """Perplexities of finished stages on another evaluation text, from their outputs; without one they are forgotten.
+
+        Of the recovery curve only the ends are left: the student in between is gone.
+        """
+        bench, found = self.bench, {}
+        kept = [stage for stage in STAGES if stage != "export" and self.report.finished(stage) and self._current(stage)]
+        for stage in STAGES:
+            if stage not in kept:
+                self.report.forget(stage)
+        if "initialize" in kept:
+            found["naive"] = bench.perplexity(self.teacher, self._naive(), "naive")
+            found["analytic"] = bench.perplexity(self.teacher, read_tensors(self._path("initialize")), "initialized")
+        if "align" in kept:
+            found["aligned"] = bench.perplexity(self.teacher, read_tensors(self._path("align")), "aligned")
+        if "distill" in kept:
+            student = self._build_student(read_tensors(self._path("distill")) if self.ctx.is_first else {})
+            found["distilled"] = bench.perplexity(student, label="distilled")
+            first, *_, last = self.report["recovery_curve"]
+            first["perplexity"] = found.get("aligned", found.get("analytic"))
+            last["perplexity"] = found["distilled"]
+            self.report.data["recovery_curve"] = [first, last]
+        self.report.update({"perplexity": found}, save=False)  # saved together with the name of the text
 
     def measure(self) -> None:
         """Statistics of the teacher's attention on the calibration text, all layers."""
@@ -386,15 +409,7 @@ class TaylorCalibrateKD:
         options = InitializeOptions(
             **{f.name: getattr(self.start, f.name) for f in dataclasses.fields(InitializeOptions)}
         )
-        common: dict[str, Any] = {
-            "teacher": self.teacher,
-            "layers": bench.converted,
-            "gdn_spec": bench.gdn,
-            "seed": bench.seed,
-            "autocast_dtype": self.autocast,
-        }
-        naive = initialize_mixers("naive", statistics=None, batches=[], **common)
-        perplexity = {"naive": bench.perplexity(self.teacher, naive.weights, "naive")}
+        perplexity = {"naive": bench.perplexity(self.teacher, self._naive(), "naive")}
         with self.report.stage("initialize") as clock:
             start = initialize_mixers(
                 self.start.strategy,
@@ -402,7 +417,7 @@ class TaylorCalibrateKD:
                 batches=bench.calibration_batches(self.measure_config.batch_size),
                 heldout_batches=list(bench.calibration_batches(self.measure_config.batch_size, "heldout")),
                 options=options,
-                **common,
+                **self._start_arguments(),
             )
             self._write("initialize", start.weights)
             clock.add_tokens(bench.data["calibration"].num_tokens)
@@ -411,6 +426,20 @@ class TaylorCalibrateKD:
             self.report.update({"perplexity": perplexity})
             self.report.replace("initialization", {str(k): v for k, v in start.diagnostics.items()})
             self._describe(start.weights, "before")
+
+    def _start_arguments(self) -> dict[str, Any]:
+        """What every start is made from."""
+        return {
+            "teacher": self.teacher,
+            "layers": self.bench.converted,
+            "gdn_spec": self.bench.gdn,
+            "seed": self.bench.seed,
+            "autocast_dtype": self.autocast,
+        }
+
+    def _naive(self) -> dict[str, Tensor]:
+        """Mixers of the plain copy, which the report compares with."""
+        return initialize_mixers("naive", statistics=None, batches=[], **self._start_arguments()).weights
 
     def align(self) -> None:
         """All converted layers at once, each towards the attention that it replaces."""
@@ -481,7 +510,12 @@ class TaylorCalibrateKD:
         if self.ctx.is_first:
             marker.parent.mkdir(parents=True, exist_ok=True)
             marker.write_text(made_of)
-        student = self._build_student()
+        weights: dict[str, Tensor] = {}
+        if self.ctx.is_first:
+            mixers = read_tensors(self._path("align" if self._uses_alignment() else "initialize"))
+            weights = student_state_dict(bench.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY], mixers)
+        student = self._build_student(weights)
+        del weights
         spent = sum(self.report["tokens"].get(key) or 0 for key in ("calibration", "alignment"))
 
         def evaluate(step: int) -> dict[str, float]:
@@ -519,13 +553,9 @@ class TaylorCalibrateKD:
         if stop():
             self._end_early("distill", result.steps, stop)
 
-    def _build_student(self) -> HybridDecoder:
-        """The hybrid with the weights of the stage before, ready to train."""
+    def _build_student(self, weights: dict[str, Tensor]) -> HybridDecoder:
+        """The hybrid with these weights (read by the first process), ready to train."""
         bench = self.bench
-        weights: dict[str, Tensor] = {}
-        if self.ctx.is_first:
-            mixers = read_tensors(self._path("align" if self._uses_alignment() else "initialize"))
-            weights = student_state_dict(bench.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY], mixers)
         with torch.device("meta"):
             student = torchtune_config.instantiate(self.cfg.model, retained_layers=list(bench.retained))
         to_storage_dtype(student, self.master_dtype)

@@ -29,9 +29,9 @@ from tcal_components.config import (
     resolve_assets,
     scalar,
     section,
-    takes,
 )
-from tcal_components.data import BatchStream, PackedTextDataset, assert_disjoint, prepare_batch
+from tcal_components.data import BatchStream, PackedTextDataset, prepare_batch
+from tcal_components.data.roles import build_roles, provenance, recut
 from tcal_components.distributed import ParallelContext, load_full_state_dict, parallelize, to_storage_dtype
 from tcal_components.evaluation.perplexity import evaluation_batches, perplexity
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
@@ -146,7 +146,14 @@ class Workbench:
             raise ConfigError(
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens, the teacher's vocabulary {self.spec.vocab_size}"
             )
-        self.data = self._datasets()
+        align = section(AlignConfig, cfg.get("align"), "align")
+        self.data = build_roles(
+            self.cfg,
+            self.tokenizer,
+            heldout_seq_len=align.seq_len,
+            heldout_tokens=align.heldout_batches * align.batch_size * align.seq_len,
+            max_seq_len=self.spec.max_seq_len,
+        )
         self.teacher_fingerprint = folder_fingerprint(checkpointer.checkpoint_dir)
         self._check_output()
 
@@ -205,45 +212,9 @@ class Workbench:
         except OSError as error:
             raise ConfigError(f"output_dir {self.output_dir} cannot be written: {error.strerror}") from error
 
-    def _datasets(self) -> dict[str, PackedTextDataset]:
-        cfg = self.cfg
-        if not takes(cfg.calibration_dataset, "skip_tokens"):
-            raise ConfigError(
-                f"calibration_dataset._component_ {cfg.calibration_dataset['_component_']!r} does not fit: it takes no "
-                "skip_tokens, which the text that layers are judged by needs"
-            )
-        data = {"calibration": build(cfg.calibration_dataset, "calibration_dataset", self.tokenizer)}
-        skip = int(cfg.calibration_dataset.get("skip_tokens") or 0) + data["calibration"].num_tokens
-        # The text on which layers are judged: neither fitted nor the final evaluation's, cut as alignment cuts its own.
-        align = section(AlignConfig, cfg.get("align"), "align")
-        wanted = align.heldout_batches * align.batch_size * align.seq_len
-        try:
-            data["heldout"] = torchtune_config.instantiate(
-                cfg.calibration_dataset, self.tokenizer, seq_len=align.seq_len, skip_tokens=skip, max_tokens=wanted
-            )
-        except ValueError as error:
-            raise ConfigError(
-                f"calibration_dataset leaves no text to judge layers by: {wanted} tokens (align.heldout_batches x "
-                f"batch_size x seq_len) of other documents are wanted after the first {skip}; lower its max_tokens or "
-                f"give more text ({error})"
-            ) from error
-        data["training"] = build(cfg.dataset, "dataset", self.tokenizer)
-        data["evaluation"] = build(cfg.validation_dataset, "validation_dataset", self.tokenizer)
-        longest = max(dataset.seq_len for dataset in data.values())
-        if longest > self.spec.max_seq_len:
-            raise ConfigError(
-                f"seq_len {longest} is longer than the teacher's longest position, {self.spec.max_seq_len}"
-            )
-        assert_disjoint(data)
-        return data
-
     def provenance(self) -> dict[str, dict[str, Any]]:
         """The report's section ``data``: where each part of the text came from."""
-        return {
-            role: {"source": d.sources.get("path"), "seq_len": d.seq_len, "padding_fraction": d.padding_fraction}
-            | {key: d.sources.get(key) for key in ("documents", "tokens", "sha256")}
-            for role, d in self.data.items()
-        }
+        return provenance(self.data)
 
     def data_fingerprint(self, role: str) -> list[Any]:
         """What identifies a part of the text: its tokens and how they are cut."""
@@ -330,10 +301,7 @@ class Workbench:
         Returns:
             PackedTextDataset: the beginning of the training text.
         """
-        dataset = self.cfg.dataset
-        limits = [limit for limit in (max_tokens, dataset.get("max_tokens")) if limit is not None]
-        changes = {"max_tokens": max(min(limits), seq_len)} if limits and takes(dataset, "max_tokens") else {}
-        return torchtune_config.instantiate(dataset, self.tokenizer, seq_len=seq_len, **changes)
+        return recut(self.cfg.dataset, self.tokenizer, seq_len=seq_len, max_tokens=max_tokens)
 
     def perplexity(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None, label: str = "") -> float:
         """Perplexity on the evaluation text.

@@ -42,9 +42,10 @@ def test_full_size_builds_on_meta(name: str) -> None:
         student = torchtune_config.instantiate(cfg.model, retained_layers=list(retained))
     assert sum(p.numel() for p in teacher.parameters()) == PUBLISHED[name]
     gdn = GatedDeltaNetSpec.from_config(cfg.model.gdn)
-    assert sum(p.numel() for p in student.parameters()) == count_parameters(
-        teacher.spec, retained_layers=retained, gdn=gdn
-    )[0]
+    assert (
+        sum(p.numel() for p in student.parameters())
+        == count_parameters(teacher.spec, retained_layers=retained, gdn=gdn)[0]
+    )
     assert student.retained_layers == retained and len(retained) * 4 in range(
         teacher.spec.num_layers - 3, teacher.spec.num_layers + 4
     )

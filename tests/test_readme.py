@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
 
 
-def test_component_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_component_example(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (code,) = [block for block in BLOCKS if "initialize_mixers" in block]
-    exec(compile(code, str(README), "exec"), {"__name__": "readme"})
+    (tmp_path / "example.py").write_text(code)
+    runpy.run_path(str(tmp_path / "example.py"))
     printed = capsys.readouterr().out.split(" ", 1)
     assert 30.0 < float(printed[0]) < 200.0, "perplexity of the aligned student on calibration text"
 

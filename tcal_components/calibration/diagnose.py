@@ -40,7 +40,7 @@ def diagnose(
         valid: Tensor = batch_documents(batch) >= 0
 
         def add(capture: AttentionCapture, valid: Tensor = valid) -> None:
-            mixer = mixers[str(capture.layer)]
+            mixer: Any = mixers[str(capture.layer)]
             data = LayerBatch(x=capture.x, y=capture.y, context=None, input_pos=capture.input_pos, valid=valid)
             if capture.layer not in sums:
                 sums[capture.layer] = HeldoutSums.zeros(mixer.num_heads, data.y.device)

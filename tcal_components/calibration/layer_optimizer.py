@@ -45,7 +45,7 @@ class AlignConfig:
         polish_tokens: training text of the polish, over all processes.
         polish_pulls: strengths of the pull to the trained W_o, relative to the mean diagonal; chosen in each layer.
         polish_gamma: ``sequential``: share of the student's drift from the teacher that each layer is asked to undo.
-        fixed_sequences: train on these few sequences again and again, as published; None takes fresh text.
+        fixed_sequences: train (and polish) on these few sequences again and again, as published; None takes fresh text.
 
     Raises:
         ValueError: a value out of range.
@@ -116,10 +116,15 @@ class AlignConfig:
         return self.polish != "none" and "output_proj" not in self.frozen
 
     @property
+    def polish_steps(self) -> int:
+        """Batches of ``batch_size`` sequences that the polish reads, behind those of the steps."""
+        return -(-self.polish_tokens // (self.batch_size * self.seq_len)) if self.polishes else 0
+
+    @property
     def text_tokens(self) -> int:
-        """Tokens of training text that the run reads, each once a pass over it."""
-        sequences = self.steps * self.batch_size if self.fixed_sequences is None else self.fixed_sequences
-        return max(sequences, 1) * self.seq_len
+        """Tokens of training text that steps and polish read without reading any twice."""
+        sequences = (self.steps + self.polish_steps) * self.batch_size
+        return max(sequences if self.fixed_sequences is None else self.fixed_sequences, 1) * self.seq_len
 
     def schedule(self, step: int) -> float:
         """Share of the peak learning rate at a step: linear warm-up, then cosine.

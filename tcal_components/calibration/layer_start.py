@@ -32,8 +32,8 @@ class InitializeOptions:
         centre_keys: take the mean key of each head out of W_k (``taylor``, ``taylor_sequential``).
         write_level: mean write gate of every head (likewise); None leaves W_b at its library default.
         write_random: keep the random part of W_b besides.
-        key_scale: factor of W_q and W_k where keys have the teacher's head size (likewise): silu is nearly linear where its
-            input is small, and keeps both signs; the L2 norm cancels the factor.
+        key_scale: factor of W_q and W_k where keys have the teacher's head size (likewise). The L2 norm cancels it, and silu
+            is nearly linear where its input is small: 0.1 ends lower after alignment, but starts higher.
         value_scale: factor of W_v (likewise): the norm cancels it, but silu is nearly linear where its input is small.
         forcing: hidden states on which ``taylor_sequential`` fits a layer: the ``student``'s own or the ``teacher``'s.
         gamma: share of the student's drift from the teacher that each of its layers is asked to undo.
@@ -54,7 +54,7 @@ class InitializeOptions:
     centre_keys: bool = True
     write_level: float | None = 0.2
     write_random: bool = False
-    key_scale: float = 0.1
+    key_scale: float = 1.0
     value_scale: float = 0.25
     forcing: str = "student"
     gamma: float = 0.5

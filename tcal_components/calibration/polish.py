@@ -25,7 +25,9 @@ Batch = Mapping[str, Any]
 
 
 def polish_batches(stream: BatchStream, config: AlignConfig) -> Iterator[dict[str, Tensor]]:
-    """The batches that follow the alignment's own in its stream, ``polish_tokens`` of them, none twice.
+    """The batches that follow the alignment's own in its stream, ``polish_tokens`` of them: text that it has not seen.
+
+    Of a text shorter than ``config.text_tokens`` some is read again, but never more than one pass over it.
 
     Args:
         stream: of the alignment; its position does not matter and stays.
@@ -34,9 +36,8 @@ def polish_batches(stream: BatchStream, config: AlignConfig) -> Iterator[dict[st
     Yields:
         This process's part of each batch, on the CPU.
     """
-    wanted = -(-config.polish_tokens // (config.batch_size * config.seq_len))
     available = max(len(stream.dataset) // config.batch_size, 1)  # type: ignore[arg-type]
-    for step in range(config.steps, config.steps + min(wanted, available)):
+    for step in range(config.steps, config.steps + min(config.polish_steps, available)):
         yield stream.batch(step)
 
 

@@ -255,7 +255,7 @@ class TrainingSpeed:
             "before_training_gib": resident if cuda else None,
             "peak_memory_gib": peak if cuda else None,
             "peak_reserved_gib": reserved if cuda else None,
-            "loss": loss,
+            "measured_loss": loss,
             "step_seconds": [later - mark for mark, later in zip(clock.marks, clock.marks[1:])],
         }
 

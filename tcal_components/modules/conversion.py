@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,11 +110,12 @@ def converted(model: nn.Module, mixers: nn.ModuleDict) -> Iterator[nn.Module]:
     Yields:
         The same model object, computing as the hybrid.
     """
-    originals = {layer: model.layers[int(layer)].attn for layer in mixers}
+    blocks: Any = model.layers
+    originals = {layer: blocks[int(layer)].attn for layer in mixers}
     try:
         for layer, mixer in mixers.items():
-            model.layers[int(layer)].attn = mixer
+            blocks[int(layer)].attn = mixer
         yield model
     finally:
         for layer, attention in originals.items():
-            model.layers[int(layer)].attn = attention
+            blocks[int(layer)].attn = attention

@@ -62,9 +62,11 @@ def test_absolute_error_is_the_mean_square(teacher, make_mixers, make_batch):
 
 def test_tokens_of_text():
     numbers = {"steps": 300, "batch_size": 4, "seq_len": 256}
-    assert AlignConfig(**numbers).text_tokens == 300 * 4 * 256
+    assert AlignConfig(**numbers, polish="none").text_tokens == 300 * 4 * 256
+    assert AlignConfig(**numbers, frozen=("output_proj",)).text_tokens == 300 * 4 * 256, "not polished"
+    assert AlignConfig(**numbers, polish_tokens=1025).text_tokens == 302 * 4 * 256, "whole batches"
     assert AlignConfig(**numbers, fixed_sequences=4).text_tokens == 4 * 256
-    assert AlignConfig(steps=0, seq_len=256).text_tokens == 256
+    assert AlignConfig(steps=0, seq_len=256, polish="none").text_tokens == 256
 
 
 def test_mistakes():

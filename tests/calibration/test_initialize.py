@@ -235,17 +235,29 @@ def test_wider_heads_start_well_too(teacher, start, gdn):
     assert all(diagnostics[layer]["alpha"] > 0 for layer in LAYERS)
 
 
+@pytest.mark.parametrize("key_head_dim", [8, 16])
+def test_plain_keys_are_scaled_and_signed_ones_are_not(teacher, start, make_batch, key_head_dim):
+    gdn = GatedDeltaNetSpec(key_head_dim=key_head_dim)
+    scaled, unscaled = (start(teacher, "taylor", gdn=gdn, key_scale=scale)[0] for scale in (0.1, 1.0))
+    factor = 0.1 if key_head_dim == 8 else 1.0
+    for layer in map(str, LAYERS):
+        for name in ("q_proj", "k_proj"):
+            weight = scaled[layer].get_submodule(name).weight
+            torch.testing.assert_close(weight, unscaled[layer].get_submodule(name).weight * factor)
+        assert scaled[layer](captured(teacher, make_batch(9), int(layer)).x).isfinite().all()
+
+
 @pytest.mark.parametrize("extra, dropped", [({"qkv_bias": True}, "qkv_bias"), ({"qk_norm": True}, "qk_norm")])
 def test_biases_and_norms_are_folded_where_that_helps(make_teacher, start, extra, dropped):
     teacher = make_teacher(**extra)
     errors = {}
-    for fold in ("off", "on", "auto"):
-        mixers, diagnostics, statistics = start(teacher, "taylor", fold=fold)
+    for fold in ("never", "always", "auto"):
+        mixers, diagnostics, statistics = start(teacher, "taylor", fold=fold, key_scale=1.0)
         errors[fold] = [diagnostics[layer]["heldout_error"] for layer in LAYERS]
         if fold != "auto":
-            assert all(diagnostics[layer]["folded"] is (fold == "on") for layer in LAYERS)
-            assert all((dropped in diagnostics[layer]["dropped"]) is (fold == "off") for layer in LAYERS)
-        if fold == "on":
+            assert all(diagnostics[layer]["folded"] is (fold == "always") for layer in LAYERS)
+            assert all((dropped in diagnostics[layer]["dropped"]) is (fold == "never") for layer in LAYERS)
+        if fold == "always":
             attention, stats = teacher.layers[1].attn, statistics.layers[1]
             expected = attention.q_proj.weight
             if attention.q_proj.bias is not None:
@@ -253,7 +265,7 @@ def test_biases_and_norms_are_folded_where_that_helps(make_teacher, start, extra
             if attention.q_norm is not None:
                 expected = expected * attention.q_norm.scale.repeat(4)[:, None]
             torch.testing.assert_close(mixers["1"].q_proj.weight, expected)
-    assert errors["auto"] == [min(pair) for pair in zip(errors["on"], errors["off"])]
+    assert errors["auto"] == [min(pair) for pair in zip(errors["always"], errors["never"])]
 
 
 def test_packed_documents_do_not_leak(teacher, start, make_batch):
@@ -275,11 +287,18 @@ def test_user_mistakes(teacher, start, make_batch):
     statistics = measure(teacher, LAYERS, [make_batch()]).finalise()
     with pytest.raises(ValueError, match="needs calibration batches"):
         initialize_mixers("taylor", **{**common, "statistics": statistics})
-    numbers = ({"write_level": 1.0}, {"value_scale": 0.0}, {"forcing": "both"}, {"gamma": 2.0}, {"pulls": ()})
+    numbers = (
+        {"write_level": 1.0},
+        {"value_scale": 0.0},
+        {"key_scale": 0.0},
+        {"forcing": "both"},
+        {"gamma": 2.0},
+        {"pulls": ()},
+    )
     for wrong in numbers:
         with pytest.raises(ValueError, match=f"initialize.{next(iter(wrong))} is"):
             InitializeOptions(**wrong)
-    for wrong in ({"fold": "maybe"}, {"distance": "max"}, {"pull": -1.0}, {"layers_per_pass": 0}, {"min_half_life": 0}):
+    for wrong in ({"fold": False}, {"distance": "max"}, {"pull": -1.0}, {"layers_per_pass": 0}, {"min_half_life": 0}):
         with pytest.raises(ValueError, match=f"initialize.{next(iter(wrong))} is"):
             InitializeOptions(**wrong)
     assert initialize_mixers("naive", **common).diagnostics[1]["heldout_error"] is None

@@ -181,7 +181,9 @@ def test_polish_text_follows_that_of_the_alignment():
     config = AlignConfig(steps=3, batch_size=4, seq_len=32, polish_tokens=2 * 4 * 32 - 5)
     got = [batch["tokens"] for batch in polish_batches(stream, config)]
     assert len(got) == 2 and torch.equal(got[0], stream.batch(3)["tokens"]) and stream.step == 0
-    assert len(list(polish_batches(stream, AlignConfig(batch_size=4, seq_len=32)))) == 5, "no sequence twice"
+    seen = torch.cat([stream.batch(step)["tokens"] for step in range(config.steps)] + got)[:, 0]
+    assert config.text_tokens == len(seen) * 32 and len(seen.unique()) == len(seen), "no sequence twice"
+    assert len(list(polish_batches(stream, AlignConfig(batch_size=4, seq_len=32)))) == 5, "at most the whole text"
 
 
 def test_mistakes_and_frozen_output():

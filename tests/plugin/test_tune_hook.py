@@ -58,13 +58,16 @@ def started(result: subprocess.CompletedProcess[str]) -> bool:
     return result.returncode != 0 and "unknown stage 'none'" in result.stderr
 
 
-def test_ls_validate_and_cp(python: Path, tmp_path: Path) -> None:
+def test_ls_and_validate(python: Path, tmp_path: Path) -> None:
     listed = tune(python, tmp_path, "ls").stdout
     for path in (REPOSITORY / "recipes").glob("*.py"):
         assert f"recipes/{path.stem} " in listed
     assert CONFIG in listed
     valid = tune(python, tmp_path, "validate", CONFIG)
     assert valid.returncode == 0 and "well-formed" in valid.stdout, valid.stderr
+
+
+def test_copies_run_from_anywhere(python: Path, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     for name, target in ((RECIPE, "own/recipe.py"), (CONFIG, "own/config.yaml")):
         assert tune(python, tmp_path, "cp", name, target).returncode == 0

@@ -181,13 +181,26 @@ def test_an_output_of_other_settings_is_not_used(again, run_main, quick_args, ca
 
 
 def test_another_evaluation_text_gives_new_numbers(again, run_main, quick_args):
-    before = report_of(again)
-    changes = ["validation_dataset.max_tokens=1024", "distill.tokens=512", "resume_from_checkpoint=true"]
-    run_main(quick_args(again, *changes))
-    after = report_of(again)
+    """Finished stages are measured again, not run again."""
+    before, files = report_of(again), changed_at(again)
+    run_main(quick_args(again, "validation_dataset.max_tokens=1024"))
+    after, curve = report_of(again), report_of(again)["recovery_curve"]
     for name, value in before["perplexity"].items():
         assert after["perplexity"][name] not in (None, value)
-    assert after["alignment_error"] == before["alignment_error"]
+    assert [stage for stage in OUTPUTS if changed_at(again)[stage] != files[stage]] == ["export"], "with its model card"
+    assert after["alignment_error"] == before["alignment_error"] and after["tokens"] == before["tokens"]
+    first, *_, last = (row["tokens"] for row in before["recovery_curve"])
+    assert curve == [
+        {"tokens": first, "perplexity": after["perplexity"]["aligned"]},
+        {"tokens": last, "perplexity": after["perplexity"]["distilled"]},
+    ]
+    run_main(quick_args(again, "stages=[measure]"))
+    assert report_of(again)["perplexity"] == pytest.approx(before["perplexity"], rel=1e-6)
+
+    # A stage whose output is of other settings is run again, on the new text.
+    run_main(quick_args(again, "validation_dataset.max_tokens=1024", "distill.tokens=512"))
+    assert report_of(again)["perplexity"]["aligned"] == pytest.approx(after["perplexity"]["aligned"], rel=1e-6)
+    assert [row["tokens"] for row in report_of(again)["recovery_curve"]] == [first, first + 512]
 
 
 def test_a_run_without_alignment(run_main, quick_args, tmp_path):

@@ -1,0 +1,86 @@
+"""The parts of the text that a run works with: what it calibrates, judges layers, trains and evaluates on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig
+from torchtune import config as torchtune_config
+
+from tcal_components.config import ConfigError, build, takes
+from tcal_components.data.disjoint import assert_disjoint
+from tcal_components.data.packed import PackedTextDataset
+
+
+def build_roles(
+    cfg: DictConfig, tokenizer: Any, *, heldout_seq_len: int, heldout_tokens: int, max_seq_len: int
+) -> dict[str, PackedTextDataset]:
+    """All parts, of documents of their own.
+
+    Args:
+        cfg: config with ``calibration_dataset``, ``dataset`` and ``validation_dataset``.
+        tokenizer: of the teacher.
+        heldout_seq_len: tokens a sequence of the text that layers are judged by.
+        heldout_tokens: its size; it follows the calibration text in the same source.
+        max_seq_len: the teacher's longest position.
+
+    Returns:
+        dict: ``calibration``, ``heldout``, ``training``, ``evaluation``.
+
+    Raises:
+        ConfigError: too little text, or sequences that are too long.
+        ValueError: a document is in two parts.
+    """
+    if not takes(cfg.calibration_dataset, "skip_tokens"):
+        raise ConfigError(
+            f"calibration_dataset._component_ {cfg.calibration_dataset['_component_']!r} does not fit: it takes no "
+            "skip_tokens, which the text that layers are judged by needs"
+        )
+    data = {"calibration": build(cfg.calibration_dataset, "calibration_dataset", tokenizer)}
+    skip = int(cfg.calibration_dataset.get("skip_tokens") or 0) + data["calibration"].num_tokens
+    # The text on which layers are judged: neither fitted nor the final evaluation's, cut as alignment cuts its own.
+    try:
+        data["heldout"] = torchtune_config.instantiate(
+            cfg.calibration_dataset, tokenizer, seq_len=heldout_seq_len, skip_tokens=skip, max_tokens=heldout_tokens
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"calibration_dataset leaves no text to judge layers by: {heldout_tokens} tokens (align.heldout_batches x "
+            f"batch_size x seq_len) of other documents are wanted after the first {skip}; lower its max_tokens or "
+            f"give more text ({error})"
+        ) from error
+    data["training"] = build(cfg.dataset, "dataset", tokenizer)
+    data["evaluation"] = build(cfg.validation_dataset, "validation_dataset", tokenizer)
+    longest = max(dataset.seq_len for dataset in data.values())
+    if longest > max_seq_len:
+        raise ConfigError(f"seq_len {longest} is longer than the teacher's longest position, {max_seq_len}")
+    assert_disjoint(data)
+    return data
+
+
+def recut(dataset: DictConfig, tokenizer: Any, *, seq_len: int, max_tokens: int | None) -> PackedTextDataset:
+    """The beginning of a dataset's text, cut to another sequence length.
+
+    Args:
+        dataset: its config section.
+        tokenizer: of the teacher.
+        seq_len: tokens a sequence.
+        max_tokens: read no more than this (one sequence at least), and never more than the section's own
+            ``max_tokens``, behind which other parts of the same source may lie.
+
+    Returns:
+        PackedTextDataset: the text.
+    """
+    limits = [limit for limit in (max_tokens, dataset.get("max_tokens")) if limit is not None]
+    changes = {"max_tokens": max(min(limits), seq_len)} if limits and takes(dataset, "max_tokens") else {}
+    return torchtune_config.instantiate(dataset, tokenizer, seq_len=seq_len, **changes)
+
+
+def provenance(data: Mapping[str, PackedTextDataset]) -> dict[str, dict[str, Any]]:
+    """Where each part of the text came from, for the report."""
+    return {
+        role: {"source": d.sources.get("path"), "seq_len": d.seq_len, "padding_fraction": d.padding_fraction}
+        | {key: d.sources.get(key) for key in ("documents", "tokens", "sha256")}
+        for role, d in data.items()
+    }
