@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tcal_components.plugin.tune_hook import spin_briefly
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = "recipes/taylor_calibrate_kd"
 CONFIG = "configs/quickstart.yaml"
@@ -93,6 +95,35 @@ def test_a_local_recipe_of_the_same_name_wins(python: Path, tmp_path: Path) -> N
     (tmp_path / f"{RECIPE}.py").write_text("print('the local one')\n")
     result = tune(python, tmp_path, "run", RECIPE, "--config", CONFIG)
     assert result.stdout.strip().endswith("the local one"), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "expected"),
+    [
+        (["tune", "run", RECIPE, "--config", CONFIG], {}, "1000"),
+        ([f"/somewhere/{RECIPE}.py", "--config", CONFIG], {}, "1000"),
+        (["tune", "run", RECIPE], {"GOMP_SPINCOUNT": "7"}, "7"),
+        (["tune", "run", RECIPE], {"OMP_WAIT_POLICY": "active"}, None),
+        (["tune", "run", "full_finetune_single_device"], {}, None),
+        (["pytest"], {}, None),
+    ],
+)
+def test_threads_spin_briefly(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], given: dict[str, str], expected: str | None
+) -> None:
+    environment = {"PATH": os.environ["PATH"], **given}
+    monkeypatch.setattr(os, "environ", environment)
+    spin_briefly(arguments)
+    assert environment.get("GOMP_SPINCOUNT") == expected
+
+
+def test_spin_is_set_before_torch_loads(python: Path, tmp_path: Path) -> None:
+    """And other programs of the environment do not get it."""
+    code = "import os, torch; print(os.environ.get('GOMP_SPINCOUNT'))"
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    for argument, expected in ((f"{RECIPE}.py", "1000"), ("another.py", "None")):
+        command = [python, "-c", code, argument]
+        assert subprocess.check_output(command, text=True, cwd=tmp_path, env=environment).split()[-1] == expected
 
 
 def test_wheel_ships_no_top_level_recipes(python: Path) -> None:
