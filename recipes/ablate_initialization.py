@@ -128,7 +128,6 @@ class AblateInitialization:
         self.recovery = section(RecoveryConfig, cfg.recovery, "recovery") if cfg.get("recovery") else None
         self._check()
         self.grid = self._read_grid()
-        self.autocast = self.ctx.dtype if self.ctx.dtype != torch.float32 else None
         self.report = Report(
             self.out,
             "ablate_initialization",
@@ -285,7 +284,7 @@ class AblateInitialization:
             options=InitializeOptions(
                 **{field.name: getattr(config, field.name) for field in dataclasses.fields(InitializeOptions)}
             ),
-            autocast_dtype=self.autocast,
+            autocast_dtype=self.ctx.autocast_dtype,
         )
         error = {layer: float(notes["heldout_error"]) for layer, notes in found.diagnostics.items()}
         return found.weights, {**seconds, "initialize": round(time.perf_counter() - began, 3)}, error
@@ -299,7 +298,7 @@ class AblateInitialization:
             "batches": lambda: self.bench.calibration_batches(self.ablate.batch_size),
             "query_block": self.ablate.query_block,
             "ctx": self.ctx,
-            "autocast_dtype": self.autocast,
+            "autocast_dtype": self.ctx.autocast_dtype,
         }
         if path.is_file() and self.report.finished("measure"):
             return stored_statistics(path, fingerprint=made_of, **arguments)
@@ -346,7 +345,7 @@ class AblateInitialization:
                 config=config,
                 save_every=int(self.cfg.get("save_every", 100)),
                 keep_last=1,
-                autocast_dtype=self.autocast,
+                autocast_dtype=self.ctx.autocast_dtype,
             )
             cell |= {"steps": result.steps, "tokens": {**tokens, "alignment": result.tokens}}
             cell["seconds"] = {"align": round(time.perf_counter() - began, 3)}

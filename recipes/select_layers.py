@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 from torch import nn
 from torchtune import config as torchtune_config
@@ -98,7 +97,6 @@ class SelectLayers:
         self.options = InitializeOptions(
             **{field.name: getattr(self.start, field.name) for field in dataclasses.fields(InitializeOptions)}
         )
-        self.autocast = self.ctx.dtype if self.ctx.dtype != torch.float32 else None
         self.report = Report(
             self.out,
             "select_layers",
@@ -177,7 +175,7 @@ class SelectLayers:
                     batches=lambda: bench.calibration_batches(self.select.batch_size),
                     query_block=self.start.query_block,
                     ctx=self.ctx,
-                    autocast_dtype=self.autocast,
+                    autocast_dtype=self.ctx.autocast_dtype,
                 )
                 found = initialize_mixers(
                     self.start.strategy,
@@ -189,7 +187,7 @@ class SelectLayers:
                     heldout_batches=list(bench.calibration_batches(self.select.batch_size, "heldout")),
                     seed=bench.seed,
                     options=self.options,
-                    autocast_dtype=self.autocast,
+                    autocast_dtype=self.ctx.autocast_dtype,
                 )
                 if self.ctx.is_first:
                     write_tensors(path, found.weights, fingerprint=self.initialized)
@@ -216,7 +214,7 @@ class SelectLayers:
                     heldout_batches=list(bench.calibration_batches(config.batch_size, "heldout")),
                     config=config,
                     save_every=int(self.cfg.get("save_every", 100)),
-                    autocast_dtype=self.autocast,
+                    autocast_dtype=self.ctx.autocast_dtype,
                 )
                 if self.ctx.is_first:
                     write_tensors(path, result.weights, fingerprint=aligned)
@@ -254,7 +252,7 @@ class SelectLayers:
         batches = evaluation_batches(
             bench.data["heldout"], batch_size=select.batch_size, rank=self.ctx.rank, world_size=self.ctx.world_size
         )
-        scorer = Scorer(self.teacher, batches, autocast_dtype=self.autocast)
+        scorer = Scorer(self.teacher, batches, autocast_dtype=self.ctx.autocast_dtype)
         if policy == "ablation":
             ranking = rank_by_ablation(scorer, bench.spec.num_layers, scores)
         else:

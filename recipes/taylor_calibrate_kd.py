@@ -287,7 +287,10 @@ class TaylorCalibrateKD:
         if "distill" in self.stages:
             needed += estimate.student_bytes + estimate.distillation_bytes
         found = startup_report(
-            self.ctx, needed_bytes=needed, float8="float8" in (self.precision.student, self.precision.teacher)
+            self.ctx,
+            # With CPU offload the weights are in host memory, so a GPU's free memory is no measure.
+            needed_bytes=None if self.bench.parallel.cpu_offload else needed,
+            float8="float8" in (self.precision.student, self.precision.teacher),
         )
         for fact in found.facts:
             self.bench.log(fact)
@@ -315,10 +318,6 @@ class TaylorCalibrateKD:
         if self._teacher is None:
             self._teacher = self.bench.load_teacher(float8=self.precision.teacher == "float8")
         return self._teacher
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        return self.ctx.dtype if self.ctx.dtype != torch.float32 else None
 
     # ------------------------------------------------------------------------------------------------------- stages
 
@@ -389,7 +388,7 @@ class TaylorCalibrateKD:
                 range(self.bench.spec.num_layers),
                 self.bench.calibration_batches(self.measure_config.batch_size),
                 block_size=self.measure_config.query_block,
-                autocast_dtype=self.autocast,
+                autocast_dtype=self.ctx.autocast_dtype,
             )
             if self.ctx.world_size > 1:
                 sums.all_reduce_()
@@ -434,7 +433,7 @@ class TaylorCalibrateKD:
             "layers": self.bench.converted,
             "gdn_spec": self.bench.gdn,
             "seed": self.bench.seed,
-            "autocast_dtype": self.autocast,
+            "autocast_dtype": self.ctx.autocast_dtype,
         }
 
     def _naive(self) -> dict[str, Tensor]:
@@ -472,7 +471,7 @@ class TaylorCalibrateKD:
                     config=config,
                     save_every=self.save_every,
                     keep_last=self.keep_last,
-                    autocast_dtype=self.autocast,
+                    autocast_dtype=self.ctx.autocast_dtype,
                     log=log,
                     should_stop=stop,
                 )
@@ -628,7 +627,7 @@ class TaylorCalibrateKD:
             self.teacher,
             self.bench.mixers(weights),
             self.bench.calibration_batches(self.measure_config.batch_size, "heldout"),
-            autocast_dtype=self.autocast,
+            autocast_dtype=self.ctx.autocast_dtype,
         )
         for layer, notes in found.items():
             self.report.update(

@@ -315,7 +315,7 @@ class Workbench:
             float: all processes together.
         """
         size = self.validation_batch_size
-        autocast = self.ctx.dtype if self.ctx.dtype != torch.float32 else None
+        autocast = self.ctx.autocast_dtype
         options: dict[str, Any] = {"batch_size": size, "autocast_dtype": autocast, "device": self.ctx.device}
         options["progress"] = f"perplexity {label}".strip()
         if weights is None:

@@ -105,6 +105,11 @@ class ParallelContext:
         """Whether this process reports and writes."""
         return self.rank == 0
 
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """Type to compute in where weights may be wider; None where it is float32 anyway."""
+        return None if self.dtype == torch.float32 else self.dtype
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Mixed precision of one process; sharded models have it from FSDP2's policy."""
         if self.mesh is None and self.dtype in (torch.bfloat16, torch.float16):

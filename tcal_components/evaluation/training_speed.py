@@ -214,7 +214,7 @@ class TrainingSpeed:
                 dist.broadcast(parameter.data, src=0)  # replicas start alike
         packs, stream = self._stream(variant)
         steps = variant.warm_up + variant.steps
-        autocast = self.ctx.dtype if self.ctx.dtype != torch.float32 else None
+        autocast = self.ctx.autocast_dtype
         aligner = Aligner(
             teacher=teacher,
             mixers=mixers,

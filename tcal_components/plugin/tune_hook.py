@@ -94,7 +94,7 @@ def spin_briefly(arguments: Sequence[str]) -> None:
 
     libgomp, which torch brings, reads this once, when it is loaded. By default a thread that is done spins for
     milliseconds before it sleeps. Next to another busy process that takes the core from the very thread it waits for:
-    on two cores with one other busy process, alignment steps took 2 to 8 times as long as with this. On idle cores both
+    on two cores with one other busy process, alignment steps took several times as long as with this. On idle cores both
     are equally fast; never spinning at all (``OMP_WAIT_POLICY=passive``) is slower there.
 
     Args:
