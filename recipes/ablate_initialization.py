@@ -10,6 +10,7 @@ again, a run continues with the cells that are missing, and a distillation in th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -26,7 +27,14 @@ from torchtune import config as torchtune_config
 from torchtune import training
 
 from tcal_components.calibration.alignment import AlignConfig
-from tcal_components.calibration.comparison import mean_curve, summarise, targets, tokens_to_ratios
+from tcal_components.calibration.comparison import (
+    fewer_tokens,
+    lower_envelope,
+    mean_curve,
+    summarise,
+    targets,
+    tokens_to_ratios,
+)
 from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions, initialize_mixers
 from tcal_components.calibration.resumable import resumable_alignment, stored_statistics
 from tcal_components.calibration.statistics import Statistics
@@ -75,33 +83,41 @@ class AblateConfig:
     query_block: int = 128
 
 
+# What tells the runs of one start's recovery apart.
+GRID = ("lr", "base_lr", "tokens", "batch_size")
+
+
 @dataclasses.dataclass(frozen=True)
 class RecoveryConfig:
-    """Section ``recovery``: distillation from some of the cells, with the same grid of learning rates for each.
+    """Section ``recovery``: distillation from some of the cells, each with the same grid.
+
+    The grid is the product of ``lr``, ``base_lr``, ``tokens`` and ``batch_size``.
 
     Args:
         starts: ``START/ALIGNMENT`` of the cells, of the first seed.
-        tokens: of each distillation.
-        batch_size: sequences a step over all processes; their length is that of ``dataset``.
-        micro_batch_size: sequences a forward pass of one process; None takes all.
+        tokens: of a distillation, which is the length of its schedule; one number or a grid.
+        batch_size: sequences a step over all processes, one number or a grid; their length is that of ``dataset``.
+        micro_batch_size: sequences a forward pass of one process; None, or more than its share, takes all.
         lr: grid of peak learning rates of the converted layers.
         base_lr: grid of peak learning rates of everything else.
         warmup_steps: linear warm-up.
-        eval_every_steps: how often the perplexity is measured.
-        save_every_steps: how often the state is saved that an interrupted run continues from.
+        eval_every_tokens: how often the perplexity is measured; also at an eighth, a quarter and a half of it.
+        save_every_tokens: how often the state is saved that an interrupted run continues from; None never.
         ratios: of the teacher's perplexity, to which the tokens are counted.
+        baseline: the one of ``starts`` that the tokens of the others are compared with; None takes the first.
     """
 
     starts: list[str]
-    tokens: int
-    batch_size: int = 8
+    tokens: int | list[int]
+    batch_size: int | list[int] = 8
     micro_batch_size: int | None = None
     lr: list[float] = dataclasses.field(default_factory=lambda: [1e-3])
     base_lr: list[float] = dataclasses.field(default_factory=lambda: [1e-4])
     warmup_steps: int = 10
-    eval_every_steps: int = 10
-    save_every_steps: int | None = None
+    eval_every_tokens: int = 131_072
+    save_every_tokens: int | None = None
     ratios: list[float] = dataclasses.field(default_factory=lambda: [1.5, 1.2, 1.1, 1.05])
+    baseline: str | None = None
 
 
 class AblateInitialization:
@@ -163,22 +179,34 @@ class AblateInitialization:
         }
 
     def _read_grid(self) -> list[DistillConfig]:
-        if self.recovery is None:
+        recovery = self.recovery
+        if recovery is None:
             return []
-        settings = dataclasses.asdict(self.recovery)
-        rest = {key: value for key, value in settings.items() if key not in ("starts", "ratios", "lr", "base_lr")}
-        return [
-            DistillConfig(
+        grid = itertools.product(
+            recovery.lr, recovery.base_lr, _as_list(recovery.tokens), _as_list(recovery.batch_size)
+        )
+        return [self._distill_config(**dict(zip(GRID, values))) for values in grid]
+
+    def _distill_config(self, *, lr: float, base_lr: float, tokens: int, batch_size: int) -> DistillConfig:
+        recovery, seq_len = self.recovery, self.bench.data["training"].seq_len
+        assert recovery is not None
+        a_step, save = batch_size * seq_len, recovery.save_every_tokens
+        try:
+            return DistillConfig(
+                tokens=tokens,
+                batch_size=batch_size,
+                seq_len=seq_len,
+                micro_batch_size=recovery.micro_batch_size,
                 lr=float(lr),
                 base_lr=float(base_lr),
-                seq_len=self.bench.data["training"].seq_len,
+                warmup_steps=recovery.warmup_steps,
+                eval_every_steps=max(1, round(recovery.eval_every_tokens / a_step)),
+                save_every_steps=None if save is None else max(1, round(save / a_step)),
                 optimizer=self.cfg.get("optimizer"),
                 seed=self.ablate.seeds[0],
-                **rest,
             )
-            for lr in self.recovery.lr
-            for base_lr in self.recovery.base_lr
-        ]
+        except ValueError as error:  # it names the section of the main recipe
+            raise ConfigError(f"recovery.{str(error).removeprefix('distill.')}") from error
 
     def _check(self) -> None:
         ablate, recovery = self.ablate, self.recovery
@@ -197,10 +225,23 @@ class AblateInitialization:
                     f"ablate.target_steps has {late[0]}, but alignments.{ablate.target_alignment} has {reference.steps} steps"
                 )
         cells = [f"{start}/{alignment}" for start in self.starts for alignment in self.alignments]
-        for name in recovery.starts if recovery else ():
+        if recovery is None:
+            return
+        for name in recovery.starts:
             check_keys({name: None}, cells, "recovery.starts")
-        if recovery and not (recovery.starts and recovery.lr and recovery.base_lr):
-            raise ConfigError("recovery needs at least one entry in each of starts, lr and base_lr")
+        tokens, batch_sizes = _as_list(recovery.tokens), _as_list(recovery.batch_size)
+        if not (recovery.starts and recovery.lr and recovery.base_lr and tokens and batch_sizes):
+            raise ConfigError("recovery needs at least one entry in each of starts, lr, base_lr, tokens and batch_size")
+        for key in ("tokens", "batch_size", "eval_every_tokens", "save_every_tokens"):
+            for value in _as_list(getattr(recovery, key)):
+                if value is not None and value < 1:
+                    raise ConfigError(f"recovery.{key} is {value}, expected at least 1")
+        for batch_size in batch_sizes:
+            self.bench.check_batch_size(batch_size, "recovery.batch_size")
+        if recovery.baseline is not None and recovery.baseline not in recovery.starts:
+            raise ConfigError(
+                f"recovery.baseline is {recovery.baseline!r}, expected one of recovery.starts: {', '.join(recovery.starts)}"
+            )
 
     # ------------------------------------------------------------------------------------------------------------- run
 
@@ -377,30 +418,41 @@ class AblateInitialization:
     # -------------------------------------------------------------------------------------------------------- recovery
 
     def recover(self, cells: Mapping[str, Mapping[str, Any]]) -> None:
-        """Distils from each start with each pair of learning rates; the report is written after each start."""
+        """Distils from each start with the whole grid; the report is written after each start.
+
+        Runs that an earlier grid left in the same folder count too, so that a grid can be refined start by start.
+        """
         assert self.recovery is not None
+        ratios, baseline = self.recovery.ratios, self.recovery.baseline or self.recovery.starts[0]
         found: dict[str, Any] = {}
         for name in self.recovery.starts:
             cell = cells[name]
             runs = [self.distill(cell, config) for config in self.grid]
+            runs += self._earlier_runs(cell, runs)
             finished = [run for run in runs if run["finished"]] or runs
             best = min(finished, key=lambda run: run["curve"][-1]["perplexity"])
+            tokens_to, fastest = tokens_to_ratios(runs, self.teacher_perplexity, ratios)
             found[name] = {
                 "tokens_before": sum(cell["tokens"].values()),
                 "best": best,
                 "runs": runs,
-                "tokens_to": tokens_to_ratios(runs, self.teacher_perplexity, self.recovery.ratios),
+                "tokens_to": tokens_to,
+                "tokens_to_run": {ratio: run and {key: run[key] for key in GRID} for ratio, run in fastest.items()},
             }
-            self.report.replace("recovery", {"ratios": [f"{r:g}" for r in self.recovery.ratios], "starts": found})
-            self.report.replace("recovery_curve", {key: value["best"]["curve"] for key, value in found.items()})
+            if baseline in found:
+                base = found[baseline]
+                spent = max(run["curve"][-1]["tokens"] for run in base["runs"])
+                for start in found.values():
+                    start["fewer_than"] = fewer_tokens(start["tokens_to"], base["tokens_to"], spent)
+            table = {"ratios": [f"{r:g}" for r in ratios], "baseline": baseline, "starts": found}
+            self.report.replace("recovery", table)
+            self.report.replace("recovery_curve", {key: lower_envelope(value["runs"]) for key, value in found.items()})
 
     def distill(self, cell: Mapping[str, Any], config: DistillConfig) -> dict[str, Any]:
         """One distillation: read where it is there, continued where it was interrupted."""
         bench, start, alignment = self.bench, cell["start"], cell["alignment"]
-        loss = OmegaConf.to_container(self.cfg.kd_loss) if self.cfg.get("kd_loss") else None
-        plain = {**dataclasses.asdict(config), "optimizer": dict(config.optimizer or {})}
-        made_of = fingerprint(cell["fingerprint"], plain, loss, bench.data_fingerprint("training"))
-        name = f"{start}.{alignment}.{config.lr:g}.{config.base_lr:g}"
+        made_of = self._run_print(cell, config)
+        name = f"{start}.{alignment}.{config.lr:g}.{config.base_lr:g}.{config.tokens}.{config.batch_size}"
         path, state = (
             self.out / "recovery" / f"{name}.json",
             RunState(self.out / "recovery" / f"{name}.state", keep_last=1),
@@ -416,20 +468,26 @@ class AblateInitialization:
             if self.ctx.is_first:
                 state.directory.mkdir(parents=True, exist_ok=True)
                 marker.write_text(made_of)
-        bench.log(f"recovery: {start}/{alignment}, lr {config.lr:g}, base_lr {config.base_lr:g}")
+        settings = {key: getattr(config, key) for key in GRID}
+        bench.log(f"recovery: {start}/{alignment}, {', '.join(f'{key} {value:,}' for key, value in settings.items())}")
         student = self._student(read_tensors(self._weights_path(start, alignment)))
         spent = sum(cell["tokens"].values())
         curve = [{"tokens": spent, "perplexity": cell["perplexity"]}]
-        run = {"fingerprint": made_of, "lr": config.lr, "base_lr": config.base_lr, "finished": True, "curve": curve}
+        run = {"fingerprint": made_of, **settings, "finished": True, "curve": curve}
+
+        def evaluate(step: int) -> dict[str, float]:
+            due = step == config.steps or _is_evaluated(step, config.eval_every_steps)
+            return {"perplexity": bench.perplexity(student, label=f"step {step}")} if due else {}
+
         try:
             result = distill(
                 student,
                 self.teacher,
                 bench.stream(bench.data["training"], config.batch_size, seed=bench.seed + 1),
-                config=config,
+                config=dataclasses.replace(config, eval_every_steps=1),  # `evaluate` chooses
                 ctx=self.ctx,
-                loss=torchtune_config.instantiate(self.cfg.kd_loss) if loss else None,
-                on_eval=lambda step: {"perplexity": bench.perplexity(student, label=f"step {step}")},
+                loss=torchtune_config.instantiate(self.cfg.kd_loss) if self.cfg.get("kd_loss") else None,
+                on_eval=evaluate,
                 run_state=state,
                 resume=resume,
                 progress=self.ctx.is_first,
@@ -446,6 +504,23 @@ class AblateInitialization:
             shutil.rmtree(state.directory)
         self.ctx.barrier()
         return run
+
+    def _run_print(self, cell: Mapping[str, Any], config: DistillConfig) -> str:
+        loss = OmegaConf.to_container(self.cfg.kd_loss) if self.cfg.get("kd_loss") else None
+        plain = {**dataclasses.asdict(config), "optimizer": dict(config.optimizer or {})}
+        return fingerprint(cell["fingerprint"], plain, loss, self.bench.data_fingerprint("training"))
+
+    def _earlier_runs(self, cell: Mapping[str, Any], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Finished runs from this cell with other values of the grid, which are the same in everything else."""
+        known = {run["fingerprint"] for run in runs}
+        found = []
+        for path in sorted((self.out / "recovery").glob(f"{cell['start']}.{cell['alignment']}.*.json")):
+            run = json.loads(path.read_text(encoding="utf-8"))
+            if run["fingerprint"] in known or not all(key in run for key in GRID):
+                continue
+            if run["fingerprint"] == self._run_print(cell, self._distill_config(**{key: run[key] for key in GRID})):
+                found.append(run)
+        return found
 
     def _student(self, mixers: Mapping[str, Tensor]) -> HybridDecoder:
         """The hybrid with these mixers, float32, ready to train."""
@@ -496,6 +571,15 @@ def _checked_name(name: Any, where: str) -> str:
     if not re.fullmatch(r"[\w+-]+", str(name)):
         raise ConfigError(f"{where} has the name {name!r}; allowed are letters, digits, '_', '+' and '-'")
     return str(name)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _is_evaluated(step: int, every: int) -> bool:
+    """Every so many steps, and thrice before: the perplexity falls fastest at the beginning."""
+    return step % every == 0 or step in (every // 8, every // 4, every // 2)
 
 
 def _read_cell(path: Path, made_of: str) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, stdev
 from typing import Any
 
@@ -131,7 +131,7 @@ def summarise(
 
 def tokens_to_ratios(
     runs: Sequence[Mapping[str, Any]], teacher: float, ratios: Sequence[float]
-) -> dict[str, float | None]:
+) -> tuple[dict[str, float | None], dict[str, Mapping[str, Any] | None]]:
     """Fewest tokens at which any of the runs of one start comes within a ratio of the teacher's perplexity.
 
     Args:
@@ -140,10 +140,59 @@ def tokens_to_ratios(
         ratios: each above 1.
 
     Returns:
-        dict: by ratio (as text); None where no run reaches it.
+        Two dicts by ratio (as text): the tokens, and the run that needed so few; None where no run reaches it.
     """
-    found: dict[str, float | None] = {}
+    tokens: dict[str, float | None] = {}
+    fastest: dict[str, Mapping[str, Any] | None] = {}
     for ratio in ratios:
-        reached = [first_reach([(r["tokens"], r["perplexity"]) for r in run["curve"]], ratio * teacher) for run in runs]
-        found[f"{ratio:g}"] = min((value for value in reached if value is not None), default=None)
+        key = f"{ratio:g}"
+        tokens[key] = fastest[key] = None
+        for run in runs:
+            reached = first_reach([(row["tokens"], row["perplexity"]) for row in run["curve"]], ratio * teacher)
+            best = tokens[key]
+            if reached is not None and (best is None or reached < best):
+                tokens[key], fastest[key] = reached, run
+    return tokens, fastest
+
+
+def fewer_tokens(
+    tokens: Mapping[str, float | None], baseline: Mapping[str, float | None], spent: float
+) -> dict[str, float | dict[str, float] | None]:
+    """How many times fewer tokens than a baseline a start needs.
+
+    Args:
+        tokens: of the start, by ratio, as :func:`tokens_to_ratios` returns them.
+        baseline: of the baseline, likewise.
+        spent: tokens at the end of the baseline's longest run.
+
+    Returns:
+        dict: by ratio, the baseline's tokens over the start's. ``{"at_least": ...}`` where the baseline has not reached it
+        with all that it spent. None where the start has not reached it, or has before a token was spent.
+    """
+    found: dict[str, float | dict[str, float] | None] = {}
+    for ratio, mine in tokens.items():
+        theirs = baseline[ratio]
+        if not mine:
+            found[ratio] = None
+        elif theirs is not None:
+            found[ratio] = theirs / mine
+        else:
+            found[ratio] = {"at_least": spent / mine} if spent else None
     return found
+
+
+def lower_envelope(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Best perplexity of any of the runs so far.
+
+    Args:
+        runs: with ``curve``: rows of ``tokens`` and ``perplexity``.
+
+    Returns:
+        Rows likewise, one for every number of tokens at which some run was measured; the perplexity never rises.
+    """
+    lowest: dict[float, float] = {}
+    for row in (row for run in runs for row in run["curve"]):
+        lowest[row["tokens"]] = min(row["perplexity"], lowest.get(row["tokens"], math.inf))
+    tokens = sorted(lowest)
+    best = accumulate((lowest[count] for count in tokens), min)
+    return [{"tokens": count, "perplexity": value} for count, value in zip(tokens, best)]

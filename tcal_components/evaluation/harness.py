@@ -101,7 +101,7 @@ def lm_eval_scores(
         dtype: Type of the weights.
         device: Where to compute.
         batch_size: Sequences a forward, or ``"auto"``.
-        limit: Only the first so many questions of each task.
+        limit: Only the first so many questions of each task and length.
         num_fewshot: Examples before each question; the task's own number if None.
         max_seq_lengths: Context lengths of RULER tasks, 4096 if None.
         trust_remote_code: Run the modeling file of the folder (``format: hf_custom``).
@@ -119,26 +119,33 @@ def lm_eval_scores(
         raise FileNotFoundError(f"lm-eval: {folder} is no model folder (no config.json)")
     import lm_eval
 
-    metadata: dict[str, Any] = {"pretrained": str(folder)}  # RULER sizes its texts with the model's tokenizer
-    if max_seq_lengths is not None:
-        metadata["max_seq_lengths"] = [int(length) for length in max_seq_lengths]
-    results = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(folder), "dtype": dtype, "trust_remote_code": trust_remote_code},
-        tasks=[local_task() if task == LOCAL_TASK else task for task in tasks],
-        device=device,
-        batch_size=batch_size,
-        limit=limit,
-        num_fewshot=num_fewshot,
-        bootstrap_iters=0,
-        log_samples=False,
-        random_seed=seed,
-        numpy_random_seed=seed,
-        torch_random_seed=seed,
-        fewshot_random_seed=seed,
-        metadata=metadata,
-    )
-    return _scores(results["results"])
+    lengths = None if max_seq_lengths is None else [int(length) for length in max_seq_lengths]
+    # lm-eval counts a limit over all lengths of a task: with several, it would run the first alone.
+    runs = [lengths] if limit is None or not lengths else [[length] for length in lengths]
+    scores: dict[str, dict[str, float]] = {}
+    for run in runs:
+        metadata: dict[str, Any] = {"pretrained": str(folder)}  # RULER sizes its texts with the model's tokenizer
+        if run is not None:
+            metadata["max_seq_lengths"] = run
+        results = lm_eval.simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(folder), "dtype": dtype, "trust_remote_code": trust_remote_code},
+            tasks=[local_task() if task == LOCAL_TASK else task for task in tasks],
+            device=device,
+            batch_size=batch_size,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            bootstrap_iters=0,
+            log_samples=False,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+            metadata=metadata,
+        )
+        for task, row in _scores(results["results"]).items():
+            scores.setdefault(task, {}).update(row)
+    return scores
 
 
 def _scores(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -99,10 +99,12 @@ def _decode_ours(
     batch_size, context = tokens.shape
     filled = context - steps
     places = torch.arange(context, device=tokens.device)
+    readable = torch.ones((), dtype=torch.bool, device=tokens.device)
 
     def step(token: Tensor, index: int) -> Tensor:
         at = filled + index
-        mask = (places <= at).expand(batch_size, 1, context)
+        # One value expanded: the places so far are read without a mask, by the kernels that know grouped heads.
+        mask = readable.expand(batch_size, 1, at + 1)
         return model(token, mask=mask, input_pos=places[at : at + 1])[:, -1]
 
     return step, lambda: measured_cache_bytes(model), _filled_caches(model, batch_size, context, filled, dtype)
@@ -132,7 +134,9 @@ def _decode_transformers(
 
 
 def decode_speed(model: nn.Module, tokens: Tensor, *, steps: int, dtype: torch.dtype) -> tuple[float, int]:
-    """Greedy cached decoding of the last ``steps`` tokens of a context.
+    """Greedy cached decoding of the last ``steps`` tokens of a context, in eager PyTorch.
+
+    Our decoders write into caches of the full length; transformers' own cache is copied as it grows.
 
     Args:
         model: A HybridDecoder or a causal language model of transformers.

@@ -4,8 +4,38 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torchtune.modules import MultiHeadAttention
+from torchtune.modules import KVCache, MultiHeadAttention
 from torchtune.modules.attention_utils import _MaskType
+
+
+class KeyValueCache(KVCache):
+    """torchtune's key/value cache, which never makes the host wait for the GPU.
+
+    torchtune 0.6.1 compares a tensor on the device with the cache's length in every update, so every layer of every
+    decoding step waits for the one before. Here a token too many is an index error of PyTorch.
+    """
+
+    def update(self, k_val: torch.Tensor, v_val: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends keys and values.
+
+        Args:
+            k_val: Keys [B, H_kv, T, D].
+            v_val: Values [B, H_kv, T, D].
+
+        Returns:
+            tuple[torch.Tensor, torch.Tensor]: All places for keys and for values, [B, H_kv, S, D].
+
+        Raises:
+            ValueError: If the batch is larger than the cache's.
+        """
+        if k_val.shape[0] > self.k_cache.shape[0]:
+            raise ValueError(f"batch of {k_val.shape[0]} rows; the cache was set up for {self.k_cache.shape[0]}")
+        length = k_val.shape[2]
+        places = self.cache_pos[:length]
+        self.k_cache[:, :, places] = k_val
+        self.v_cache[:, :, places] = v_val
+        self.cache_pos.add_(length)
+        return self.k_cache, self.v_cache
 
 
 class GroupedQueryAttention(MultiHeadAttention):
@@ -63,6 +93,27 @@ class GroupedQueryAttention(MultiHeadAttention):
             max_seq_len=max_seq_len,
         )
         self.embed_dim = embed_dim
+        self.kv_cache: KeyValueCache | None = None
+
+    def setup_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> None:
+        """Makes the cache for decoding; a cache that exists is kept.
+
+        Args:
+            batch_size: Largest batch.
+            dtype: Type of keys and values.
+            max_seq_len: Longest prompt plus answer.
+        """
+        if self.kv_cache is not None:
+            super().setup_cache(batch_size, dtype, max_seq_len)  # says so
+        else:
+            self.kv_cache = KeyValueCache(
+                batch_size=batch_size,
+                max_seq_len=max_seq_len,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                dtype=dtype,
+            )
+            self.cache_enabled = True
 
     def forward(
         self,
@@ -77,7 +128,8 @@ class GroupedQueryAttention(MultiHeadAttention):
         Args:
             x: Queries' input [B, T, E].
             y: Keys' and values' input [B, S, E]; for self-attention the same as ``x``. None reads the cache only.
-            mask: Boolean [B, T, S] (True means may attend) or a BlockMask; None means causal.
+            mask: Boolean [B, T, S] (True means may attend) or a BlockMask; None means causal. With a cache, its first S
+                places are read; a mask that is one value expanded over S (stride 0) masks none of them.
             input_pos: Positions [B, T] or [T]; None means 0 to T - 1.
 
         Returns:
@@ -87,23 +139,29 @@ class GroupedQueryAttention(MultiHeadAttention):
             ValueError: If ``y`` is None without an enabled cache.
         """
         batch, length, _ = x.shape
-        cached = self.kv_cache is not None and self.cache_enabled
+        cache = self.kv_cache if self.cache_enabled else None
         q = self._heads(self.q_proj(x), self.q_norm, input_pos)
         if y is not None:
             k = self._heads(self.k_proj(y), self.k_norm, input_pos)
             v = self.v_proj(y).view(batch, y.shape[1], -1, self.head_dim).transpose(1, 2)
-            if cached:
-                k, v = self.kv_cache.update(k, v)
-        elif cached:
-            k, v = self.kv_cache.k_cache, self.kv_cache.v_cache
+            if cache is not None:
+                k, v = cache.update(k, v)
+        elif cache is not None:
+            k, v = cache.k_cache, cache.v_cache
         else:
             raise ValueError("attention got no y and has no enabled key/value cache to read instead")
 
         repeats = self.num_heads // self.num_kv_heads
-        if cached and isinstance(mask, torch.Tensor):
-            # Decoding reads the whole cache in every step: repeating its heads would multiply that.
+        if cache is not None and isinstance(mask, torch.Tensor):
+            # Decoding reads the cache in every step: repeating its heads would multiply that. With a mask, PyTorch's
+            # CUDA kernels do repeat them (and widen bf16); without one they do not.
+            places = mask.shape[-1]
             context = nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask[:, None, :, :], enable_gqa=repeats > 1
+                q,
+                k[:, :, :places],
+                v[:, :, :places],
+                attn_mask=None if mask.stride(-1) == 0 else mask[:, None, :, :],
+                enable_gqa=repeats > 1,
             )
             return self.output_proj(context.transpose(1, 2).reshape(batch, length, -1))
         if repeats > 1:
@@ -117,7 +175,7 @@ class GroupedQueryAttention(MultiHeadAttention):
             mask=mask,
             dropout_p=self.attn_dropout if self.training else 0.0,
             # A cache that exists but is disabled leaves the forward causal (torchtune 0.6.1 drops causality there).
-            is_causal=mask is None and not cached and self.is_causal,
+            is_causal=mask is None and cache is None and self.is_causal,
         )
         return self.output_proj(context.transpose(1, 2).reshape(batch, length, -1))
 

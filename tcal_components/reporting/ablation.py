@@ -10,7 +10,12 @@ from typing import Any
 from tcal_components.reporting._canvas import DARK, LIGHT, MID, SERIES, TEACHER, figure, log_axis
 from tcal_components.reporting._format import short_number, short_tokens, table
 
-_GRID = "Each start has the best learning rates of the same grid for itself, in every column."
+_GRID = "Each start has the best run of the same grid for itself, in every column."
+_FEWER = (
+    "How many times fewer tokens than {baseline}, each with its best run. '≥': {baseline} has not reached the ratio by the "
+    "end of its longest run."
+)
+_CURVES = "The curve of a start is the best perplexity of any of its runs so far."
 
 
 def _spread(value: Mapping[str, Any], digits: int = 4) -> str | None:
@@ -73,7 +78,7 @@ def recovery_table(recovery: Mapping[str, Any]) -> str:
         "tokens before",
         "perplexity, first",
         "last",
-        "best lr / base",
+        "best lr / base, tokens, batch",
         *(f"tokens to {r}x" for r in ratios),
     )
     rows = []
@@ -86,11 +91,35 @@ def recovery_table(recovery: Mapping[str, Any]) -> str:
                 short_tokens(start["tokens_before"]),
                 short_number(best["curve"][0]["perplexity"], 4),
                 short_number(best["curve"][-1]["perplexity"], 4),
-                f"{best['lr']:g} / {best['base_lr']:g}",
+                f"{best['lr']:g} / {best['base_lr']:g}, {short_tokens(best['tokens'])}, {best['batch_size']}",
                 *(None if value is None else short_tokens(value) for value in reached),
             )
         )
     return table(header, rows)
+
+
+def fewer_tokens_table(recovery: Mapping[str, Any]) -> str:
+    """One row a start: how many times fewer tokens than the baseline it needs to each ratio.
+
+    Args:
+        recovery: section ``recovery`` of the report.
+
+    Returns:
+        Markdown table.
+    """
+    ratios = recovery["ratios"]
+    header = [f"fewer tokens than {recovery['baseline']}", *(f"to {ratio}x" for ratio in ratios)]
+    rows = [
+        (name, *(_fewer(start["fewer_than"][ratio]) for ratio in ratios)) for name, start in recovery["starts"].items()
+    ]
+    return table(header, rows)
+
+
+def _fewer(value: float | Mapping[str, float] | None) -> str | None:
+    """``3.2x``; ``≥ 3.2x`` where the baseline never came so far."""
+    if isinstance(value, Mapping):
+        return f"≥ {short_number(value['at_least'])}x"
+    return None if value is None else f"{short_number(value)}x"
 
 
 def ablation_markdown(report: Mapping[str, Any]) -> str:
@@ -119,6 +148,9 @@ def ablation_markdown(report: Mapping[str, Any]) -> str:
             "## Recovery by distillation",
             "Tokens count everything spent: calibration, alignment, distillation. " + _GRID,
             recovery_table(recovery),
+            _FEWER.format(baseline=recovery["baseline"]),
+            fewer_tokens_table(recovery),
+            _CURVES,
             "![Recovery](recovery.png)",
         ]
     return "\n\n".join(parts) + "\n"

@@ -92,19 +92,31 @@ def _bytes(value: float | None) -> str | None:
 def _speed(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
-    body = [
-        (
+    on_gpu = any(row.get("peak_memory_gib") is not None for row in rows)
+    body = []
+    for row in sorted(rows, key=lambda row: row["context"]):
+        decode = row["decode_tokens_per_second"]
+        cells = [
             row["context"],
             row["model"],
             row["prefill_tokens_per_second"],
-            row["decode_tokens_per_second"],
+            decode,
             _bytes(row["cache_bytes"]),
             _bytes(row["cache_bytes_theory"]),
-        )
-        for row in sorted(rows, key=lambda row: row["context"])
-    ]
+            1000 * row.get("batch_size", 1) / decode if decode else None,
+        ]
+        body.append((*cells, row.get("peak_memory_gib")) if on_gpu else tuple(cells))
     batch = rows[0].get("batch_size", 1)
-    header = ("context", "model", "prefill (tokens/s)", "decode (tokens/s)", "cache, measured", "cache, theory")
+    header = (
+        "context",
+        "model",
+        "prefill (tokens/s)",
+        "decode (tokens/s)",
+        "cache, measured",
+        "cache, theory",
+        "decode (ms a step)",
+        *(("peak memory (GiB)",) if on_gpu else ()),
+    )
     return f"Batch {batch}, {rows[0].get('dtype', '')}.\n\n" + table(header, body)
 
 

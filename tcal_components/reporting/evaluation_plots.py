@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,26 +101,30 @@ def plot_agreement(report: Mapping[str, Any], path: Path) -> bool:
 
 
 def plot_speed(report: Mapping[str, Any], path: Path) -> bool:
-    """Prefill speed, decode speed and cache size by context length; the theoretical cache size as crosses."""
+    """Prefill speed, time of a decoding step and cache size by context length; the theoretical cache size as crosses."""
     rows = (report.get("evaluation") or {}).get("speed") or []
     if not rows:
         return False
-    panels = (
-        ("prefill_tokens_per_second", "prefill (tokens/s)", 1.0),
-        ("decode_tokens_per_second", "decode (tokens/s)", 1.0),
-        ("cache_bytes", "cache (MiB, log scale)", 2.0**20),
+    panels: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float]], ...] = (
+        ("prefill_tokens_per_second", "prefill (tokens/s)", lambda row: row["prefill_tokens_per_second"]),
+        (
+            "decode_tokens_per_second",
+            "decode (ms a step)",
+            lambda row: 1000 * row.get("batch_size", 1) / row["decode_tokens_per_second"],
+        ),
+        ("cache_bytes", "cache (MiB, log scale)", lambda row: row["cache_bytes"] / 2**20),
     )
     with figure(len(panels), width=4.4, height=3.7, path=path) as (fig, axes):
-        for axis, (key, label, unit) in zip(axes, panels):
+        for axis, (key, label, value_of) in zip(axes, panels):
             curves: dict[str, list[tuple[float, float]]] = {}
             for row in sorted(rows, key=lambda row: row["context"]):
                 if row[key]:
-                    curves.setdefault(row["model"], []).append((row["context"], row[key] / unit))
+                    curves.setdefault(row["model"], []).append((row["context"], value_of(row)))
             _lines(axis, curves)
             _context_axis(axis, [row["context"] for row in rows])
             axis.set_ylabel(label)
             if key == "cache_bytes":
-                theory = [(r["context"], r["cache_bytes_theory"] / unit) for r in rows if r["cache_bytes_theory"]]
+                theory = [(r["context"], r["cache_bytes_theory"] / 2**20) for r in rows if r["cache_bytes_theory"]]
                 x, y = zip(*theory) if theory else ((), ())
                 axis.scatter(x, y, marker="x", s=60, color="#000000", linewidth=1.2, label="theory", zorder=3)
                 axis.set_yscale("log")

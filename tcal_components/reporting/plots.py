@@ -147,6 +147,9 @@ def plot_gates(report: Mapping[str, Any], path: Path) -> bool:
     return True
 
 
+_MARKED_POINTS = 24
+
+
 def plot_recovery(report: Mapping[str, Any], path: Path) -> bool:
     """Perplexity against all tokens spent; ``recovery_curve`` holds rows, or one list of rows a name."""
     curves = report.get("recovery_curve") or {}
@@ -164,7 +167,9 @@ def plot_recovery(report: Mapping[str, Any], path: Path) -> bool:
     with figure(1, width=8.0, path=path) as (_, (axis,)):
         for (name, points), (colour, line, marker) in zip(curves.items(), SERIES * (1 + len(curves) // len(SERIES))):
             x, y = zip(*points)
-            axis.plot(x, y, color=colour, linestyle=line, marker=marker, markersize=4.5, label=name)
+            # Markers a fixed distance apart where they would cover the line.
+            every = 0.06 if len(points) > _MARKED_POINTS else None
+            axis.plot(x, y, color=colour, linestyle=line, marker=marker, markersize=4.5, markevery=every, label=name)
         if teacher:
             label = f"teacher: {short_number(teacher)}"
             axis.axhline(teacher, color=TEACHER, linestyle="--", linewidth=1.3, label=label)

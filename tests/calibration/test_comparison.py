@@ -3,7 +3,9 @@ import math
 import pytest
 
 from tcal_components.calibration.comparison import (
+    fewer_tokens,
     first_reach,
+    lower_envelope,
     mean_curve,
     spread,
     summarise,
@@ -74,5 +76,34 @@ def test_tokens_to_ratios_take_the_best_of_the_grid():
             ]
         },
     ]
-    found = tokens_to_ratios(runs, 10.0, [1.5, 1.2, 1.05])
-    assert found == {"1.5": pytest.approx(500), "1.2": pytest.approx(900), "1.05": None}
+    tokens, fastest = tokens_to_ratios(runs, 10.0, [1.5, 1.2, 1.05])
+    assert tokens == {"1.5": pytest.approx(500), "1.2": pytest.approx(900), "1.05": None}
+    assert fastest == {"1.5": runs[1], "1.2": runs[1], "1.05": None}
+
+
+def test_another_run_of_the_grid_may_be_the_fastest_to_each_ratio():
+    def run(name, *points):
+        return {"name": name, "curve": [{"tokens": t, "perplexity": p} for t, p in points]}
+
+    short, long = run("short", (0, 100.0), (100, 15.0), (200, 14.0)), run("long", (0, 100.0), (100, 20.0), (400, 11.0))
+    diverged = run("diverged", (0, 100.0))
+    for runs in ([diverged, short, long], [long, short, diverged]):
+        tokens, fastest = tokens_to_ratios(runs, 10.0, [1.5, 1.1, 1.0])
+        assert tokens == {"1.5": pytest.approx(100), "1.1": pytest.approx(400), "1": None}
+        assert [run and run["name"] for run in fastest.values()] == ["short", "long", None]
+        assert lower_envelope(runs) == [
+            {"tokens": 0, "perplexity": 100.0},
+            {"tokens": 100, "perplexity": 15.0},
+            {"tokens": 200, "perplexity": 14.0},
+            {"tokens": 400, "perplexity": 11.0},
+        ]
+    rising = run("rising", (0, 9.0), (5, 12.0), (10, 8.0))
+    assert [row["perplexity"] for row in lower_envelope([rising])] == [9.0, 9.0, 8.0] and lower_envelope([]) == []
+
+
+def test_fewer_tokens_than_a_baseline():
+    baseline = {"2": 600.0, "1.5": 900.0, "1.2": None, "1.1": None}
+    mine = {"2": 0.0, "1.5": 300.0, "1.2": 400.0, "1.1": None}
+    assert fewer_tokens(mine, baseline, 1000.0) == {"2": None, "1.5": 3.0, "1.2": {"at_least": 2.5}, "1.1": None}
+    assert fewer_tokens(baseline, baseline, 1000.0) == {"2": 1.0, "1.5": 1.0, "1.2": None, "1.1": None}
+    assert fewer_tokens(mine, baseline, 0.0)["1.2"] is None, "a baseline that spent nothing bounds nothing"

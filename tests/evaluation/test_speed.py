@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tcal_components.evaluation.cache_size import measured_cache_bytes, theoretical_cache_bytes
-from tcal_components.evaluation.speed import decode_speed, speed
+from tcal_components.evaluation.speed import decode_speed, prefill_seconds, speed
 from tcal_components.models._decoder import build_decoder
 
 
@@ -98,6 +99,62 @@ def test_decoding_runs_every_step_with_one_token(hybrid, monkeypatch):
     with torch.no_grad():
         decode_speed(hybrid, torch.randint(0, 61, (1, 20)), steps=5, dtype=torch.float32)
     assert calls == [((1, 1), at, at + 1) for at in range(15, 20)]
+
+
+class Watch(TorchDispatchMode):
+    """Counts reads of a tensor by the host, each of which waits for a GPU, and keeps the largest tensor made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("kind", ["teacher", "hybrid"])
+def test_decoding_never_waits_for_the_device(kind, request):
+    model, tokens = request.getfixturevalue(kind), torch.randint(0, 61, (1, 20))
+    with torch.no_grad(), Watch() as watch:
+        decode_speed(model, tokens, steps=5, dtype=torch.float32)
+    assert watch.reads == 0
+
+
+def test_nothing_is_as_large_as_a_mask_or_all_logits(spec):
+    context = 1024
+    model = build_decoder(spec.with_max_seq_len(context))
+    tokens = torch.randint(0, 61, (1, context))
+    with torch.no_grad(), Watch() as watch:
+        prefill_seconds(model, tokens, repeats=1)
+    assert 0 < watch.largest < 61 * context * 4  # bytes of the logits of all tokens
+    with torch.no_grad(), Watch() as watch:
+        decode_speed(model, tokens, steps=4, dtype=torch.float32)
+    assert 0 < watch.largest < 61 * context * 4
+
+
+@pytest.mark.parametrize("kind", ["teacher", "hybrid"])
+@torch.no_grad()
+def test_a_mask_of_one_value_reads_the_first_places_of_the_cache(kind, request):
+    model, tokens = request.getfixturevalue(kind), torch.randint(0, 61, (2, 20))
+    expected = model(tokens)
+    model.setup_caches(2, torch.float32, decoder_max_seq_len=30)
+    for layer in model.layers:
+        if hasattr(layer.attn.kv_cache, "k_cache"):  # what is not read may hold anything
+            layer.attn.kv_cache.k_cache.fill_(float("nan"))
+            layer.attn.kv_cache.v_cache.fill_(float("nan"))
+    causal = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 12, 12)
+    out = [model(tokens[:, :12], mask=causal, input_pos=torch.arange(12))]
+    for at in range(12, 20):
+        mask = torch.ones((), dtype=torch.bool).expand(2, 1, at + 1)
+        out.append(model(tokens[:, at : at + 1], mask=mask, input_pos=torch.arange(at, at + 1)))
+    torch.testing.assert_close(torch.cat(out, dim=1), expected, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="batch of 3 rows; the cache was set up for"):
+        model(tokens[[0, 1, 0], :1], mask=torch.ones(3, 1, 30, dtype=torch.bool), input_pos=torch.arange(1))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tcal_components.calibration.alignment import AlignConfig
+from tcal_components.calibration.comparison import lower_envelope
 from tcal_components.config import section
 
 SMALL = [
@@ -19,10 +20,11 @@ SMALL = [
     "recovery.tokens=512",
     "recovery.batch_size=2",
     "recovery.warmup_steps=1",
-    "recovery.eval_every_steps=2",
-    "recovery.save_every_steps=1",
+    "recovery.eval_every_tokens=256",
+    "recovery.save_every_tokens=128",
     "recovery.lr=[1.0e-3,3.0e-3]",
 ]
+TWO_ALIGNMENTS = "alignments={none: null, ours: {steps: 4, batch_size: 2, seq_len: 64, eval_every: 2}}"
 
 
 @pytest.fixture
@@ -82,16 +84,70 @@ def test_the_table_and_the_recovery(run, tmp_path):
     spent = recovery["mine/ours"]["tokens_before"]
     assert spent == 512 + 512 and recovery["naive/none"]["tokens_before"] == 0
     best = recovery["mine/ours"]["best"]
-    assert [row["tokens"] for row in best["curve"]] == [spent, spent + 256, spent + 512]
+    assert [row["tokens"] for row in best["curve"]] == [spent, spent + 128, spent + 256, spent + 512], "early ones too"
     assert best["curve"][0]["perplexity"] == cells["mine", "ours", 0]["perplexity"]
     assert best["curve"][-1]["perplexity"] == min(r["curve"][-1]["perplexity"] for r in recovery["mine/ours"]["runs"])
-    assert report["recovery_curve"]["mine/ours"] == best["curve"]
+    assert report["recovery_curve"]["mine/ours"] == lower_envelope(recovery["mine/ours"]["runs"])
 
     out = tmp_path / "out"
     text = (out / "report.md").read_text()
     assert "| mine | published |" in text and "| mine/ours |" in text and "![Ablation](ablation.png)" in text
     assert (out / "ablation.png").stat().st_size > 10_000 and (out / "recovery.png").is_file()
     assert not list(out.glob("**/*.state")), "states of finished work are removed"
+
+
+def test_the_grid_has_lengths_and_batch_sizes(run, tmp_path):
+    changes = [TWO_ALIGNMENTS, "recovery.lr=[1.0e-3]", "recovery.baseline=mine/ours"]
+    changes += ["recovery.tokens=[256,512]", "recovery.batch_size=[1,4]", "recovery.micro_batch_size=2"]
+    changes += ["recovery.ratios=[1000.0,0.001]", "recovery.save_every_tokens=null"]
+    report = run(*changes)
+    recovery = report["recovery"]
+    assert recovery["baseline"] == "mine/ours"
+    for name, start in recovery["starts"].items():
+        spent, grid = start["tokens_before"], {(r["tokens"], r["batch_size"]): r for r in start["runs"]}
+        assert set(grid) == {(256, 1), (256, 4), (512, 1), (512, 4)}
+        assert all((r["lr"], r["base_lr"]) == (1e-3, 1e-4) for r in start["runs"])
+        measured = {key: [row["tokens"] - spent for row in r["curve"]] for key, r in grid.items()}
+        assert measured[512, 1] == [0, 64, 128, 256, 512], "a half, a quarter, then every 256 tokens"
+        assert measured[512, 4] == [0, 256, 512] and measured[256, 4] == [0, 256]
+        files = {path.name for path in (tmp_path / "out" / "recovery").glob(f"{name.replace('/', '.')}.*.json")}
+        assert files == {f"{name.replace('/', '.')}.0.001.0.0001.{n}.{b}.json" for n, b in grid}
+        assert start["tokens_to_run"]["0.001"] is start["tokens_to"]["0.001"] is start["fewer_than"]["0.001"] is None
+        assert start["tokens_to"]["1000"] == spent, "it begins there"
+        assert set(start["tokens_to_run"]["1000"]) == {"lr", "base_lr", "tokens", "batch_size"}
+        assert report["recovery_curve"][name] == lower_envelope(start["runs"])
+    assert recovery["starts"]["mine/ours"]["fewer_than"]["1000"] == 1.0
+    assert recovery["starts"]["naive/none"]["fewer_than"]["1000"] is None, "no token was spent"
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| fewer tokens than mine/ours | to 1000x | to 0.001x |" in text and "| mine/ours | 1x | - |" in text
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "recovery").glob("*.json")}
+    changed = run(*[c for c in changes if "batch_size=[" not in c], "recovery.batch_size=[4,2]")
+    assert {r["batch_size"] for r in changed["recovery"]["starts"]["naive/none"]["runs"]} == {1, 2, 4}, "an earlier grid counts too"
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items()), "what is there is not made again"
+
+
+def test_a_run_that_diverges_is_noted(run, module, monkeypatch):
+    original = module.distill
+
+    def distill(*args, config, **kwargs):
+        if config.batch_size == 2:
+            raise module.NonFiniteLossError("loss nan")
+        return original(*args, config=config, **kwargs)
+
+    monkeypatch.setattr(module, "distill", distill)
+    changes = [TWO_ALIGNMENTS, "recovery.starts=[naive/none]", "recovery.lr=[1.0e-3]"]
+    report = run(*changes, "recovery.batch_size=[2,4]")
+    start = report["recovery"]["starts"]["naive/none"]
+    assert [(r["finished"], len(r["curve"])) for r in start["runs"]] == [(False, 1), (True, 3)]
+    assert start["best"]["batch_size"] == 4 and start["runs"][0]["note"] == "loss nan"
+
+
+def test_intervals_in_tokens_are_at_least_one_step(module, small_config):
+    changes = ["recovery.tokens=4096", "recovery.batch_size=[2,3,16]", "recovery.save_every_tokens=1000"]
+    grid = module.AblateInitialization(_changed(small_config("ablate_quickstart"), [*SMALL, *changes])).grid[:3]
+    assert [(c.batch_size, c.eval_every_steps, c.save_every_steps) for c in grid] == [(2, 2, 8), (3, 1, 5), (16, 1, 1)]
+    evaluated = [step for step in range(1, 50) if module._is_evaluated(step, 16)]
+    assert evaluated == [2, 4, 8, 16, 32, 48]
 
 
 def test_an_interrupted_run_continues_to_the_same_numbers(run, module, monkeypatch, tmp_path):
@@ -151,7 +207,25 @@ def test_the_config_of_smollm2_compares_at_the_same_number_of_tokens():
         ("ablate.target_alignment=none", "ablate.target_start 'naive' with target_alignment 'none' is no cell"),
         ("recovery.starts=[naive/our]", "unknown key 'naive/our' in recovery.starts .did you mean 'naive/ours'"),
         ("recovery.lr=[]", "recovery needs at least one entry"),
-        ("recovery.tokens=10", "distill.tokens is 10, expected at least one step"),
+        ("recovery.batch_size=[]", "at least one entry in each of starts, lr, base_lr, tokens and batch_size"),
+        ("recovery.tokens=[512,10]", "^recovery.tokens is 10, expected at least one step: batch_size 2 x seq_len 64"),
+        ("recovery.tokens=[0]", "recovery.tokens is 0, expected at least 1"),
+        ("recovery.tokens=[1.5]", "recovery.tokens is .1.5., expected int | list"),
+        ("recovery.batch_size=[2,0]", "recovery.batch_size is 0, expected at least 1"),
+        (
+            "recovery.batch_size=[2,16]",
+            "recovery.tokens is 512, expected at least one step: batch_size 16 x seq_len 64",
+        ),
+        ("recovery.micro_batch_size=0", "^recovery.micro_batch_size is 0, expected at least 1"),
+        ("recovery.eval_every_tokens=0", "recovery.eval_every_tokens is 0, expected at least 1"),
+        ("recovery.eval_every_tokens=null", "recovery.eval_every_tokens is None, expected int"),
+        ("recovery.save_every_tokens=-5", "recovery.save_every_tokens is -5, expected at least 1"),
+        ("recovery.eval_every_steps=4", "unknown key 'eval_every_steps' in recovery"),
+        ("recovery.lr=[-1.0]", "^recovery.lr is -1.0, expected 0 or more"),
+        (
+            "recovery.baseline=taylor/ours",
+            "recovery.baseline is 'taylor/ours', expected one of recovery.starts: naive/none",
+        ),
     ],
 )
 def test_mistakes_are_found_before_the_teacher_is_read(module, small_config, change, message):

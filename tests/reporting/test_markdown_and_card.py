@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from tcal_components.reporting import Report, render_markdown, render_model_card, write_model_card
+from tcal_components.reporting.ablation import fewer_tokens_table, recovery_table
 
 
 def test_markdown_holds_the_numbers_and_their_ratios(report):
@@ -30,6 +31,24 @@ def test_markdown_holds_the_evaluation(report):
     assert "| hybrid | 87.5 % | 0.0519 | 0.312 (layer 1) |" in text
     assert "| 1024 | teacher | 4 321 | 87.5 | 3 MiB | 3 MiB |" in text
     assert "| tcal_local | acc | 0.4375 | 0.4375 |" in text
+
+
+def test_recovery_tables_hold_the_best_run_and_the_comparison():
+    best = {"lr": 1e-3, "base_lr": 3e-4, "tokens": 5_000_000, "batch_size": 16}
+    best["curve"] = [{"tokens": 0, "perplexity": 143.2}, {"tokens": 5_000_000, "perplexity": 12.87}]
+    start = {"tokens_before": 131072, "best": best, "tokens_to": {"1.5": 310_000.0, "1.2": None, "1.1": None}}
+    recovery = {
+        "ratios": ["1.5", "1.2", "1.1"],
+        "baseline": "naive/none",
+        "starts": {"taylor/ours": {**start, "fewer_than": {"1.5": 4.25, "1.2": {"at_least": 3.125}, "1.1": None}}},
+    }
+    table = recovery_table(recovery)
+    assert "| taylor/ours | 131 k | 143.2 | 12.87 | 0.001 / 0.0003, 5 M, 16 | 310 k | - | - |" in table
+    assert fewer_tokens_table(recovery).splitlines() == [
+        "| fewer tokens than naive/none | to 1.5x | to 1.2x | to 1.1x |",
+        "|---|---:|---:|---:|",
+        "| taylor/ours | 4.25x | ≥ 3.12x | - |",
+    ]
 
 
 def test_tables_are_rectangular(report):

@@ -66,6 +66,22 @@ def test_named_recovery_curves(report, tmp_path):
     assert plot_recovery(report.data, tmp_path / "p.png")
 
 
+def test_long_recovery_curves_keep_markers_apart(report, tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn, plot = {}, Axes.plot
+
+    def record(axis, x, y, **style):
+        drawn[style["label"]] = style["markevery"]
+        return plot(axis, x, y, **style)
+
+    monkeypatch.setattr(Axes, "plot", record)
+    curves = {n: [{"tokens": 1000 * i, "perplexity": 20.0 + 80 / i} for i in range(1, n)] for n in (6, 200)}
+    report.data["recovery_curve"] = {f"{n} points": rows for n, rows in curves.items()}
+    assert plot_recovery(report.data, tmp_path / "p.png")
+    assert drawn["6 points"] is None and 0 < drawn["200 points"] < 1
+
+
 def test_without_matplotlib_there_is_a_line_and_no_plot(report, tmp_path, monkeypatch, caplog):
     real = builtins.__import__
 
