@@ -7,6 +7,7 @@ from safetensors import safe_open
 from tcal_components.assets import asset_path, resolve
 from tcal_components.checkpoint.hf_folder import load_teacher_state_dict
 from tcal_components.data import assert_disjoint, hf_tokenizer, packed_text
+from tcal_components.evaluation.copying import copy_accuracy
 from tcal_components.evaluation.perplexity import perplexity, perplexity_by_context
 from tcal_components.models import teacher
 from tcal_components.models.hf_config import read_spec
@@ -112,3 +113,11 @@ def test_trained_teacher_uses_its_context(model):
     text = packed_text(tokenizer, source=str(FOLDER / "eval.jsonl"), seq_len=512, max_tokens=16 * 512)
     by_context = perplexity_by_context(model, text, lengths=[130, 512], scored=128, batch_size=4)
     assert by_context[512] < 0.96 * by_context[130]
+
+
+@trained
+def test_trained_teacher_copies(model):
+    """Induction heads: the second occurrence of a random string is predicted, whatever the distance."""
+    found = copy_accuracy(model, vocab_size=2048, reserved=(0,), distances=(16, 64, 256), num_sequences=16)
+    assert found["chance"] < 0.001
+    assert min(found["by_distance"].values()) > 0.9

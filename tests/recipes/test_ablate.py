@@ -122,7 +122,9 @@ def test_the_grid_has_lengths_and_batch_sizes(run, tmp_path):
     assert "| fewer tokens than mine/ours | to 1000x | to 0.001x |" in text and "| mine/ours | 1x | - |" in text
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "recovery").glob("*.json")}
     changed = run(*[c for c in changes if "batch_size=[" not in c], "recovery.batch_size=[4,2]")
-    assert {r["batch_size"] for r in changed["recovery"]["starts"]["naive/none"]["runs"]} == {1, 2, 4}, "an earlier grid counts too"
+    assert {r["batch_size"] for r in changed["recovery"]["starts"]["naive/none"]["runs"]} == {1, 2, 4}, (
+        "an earlier grid counts too"
+    )
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items()), "what is there is not made again"
 
 

@@ -78,7 +78,9 @@ def test_the_report_keeps_its_contract(whole):
     losses = logged(whole, "distill/loss")
     assert sum(losses[-4:]) < sum(losses[:4])
     assert set(report["alignment_error"]) == {str(layer) for layer in CONVERTED}
-    assert all(error["last"] < error["first"] for error in report["alignment_error"].values())
+    errors = report["alignment_error"].values()  # a layer that eight steps did not help keeps its start
+    assert all(error["last"] <= error["first"] * (1 + 1e-6) for error in errors), errors
+    assert sum(error["last"] for error in errors) < 0.99 * sum(error["first"] for error in errors)
     assert report["tokens"] == {"calibration": 2048, "alignment": 8 * 4 * 64 + 1024, "distillation": 3072}
     assert [row["tokens"] for row in report["recovery_curve"]] == [5120, 5120 + 6 * 256, 5120 + 12 * 256]
     for table in ("seconds", "peak_memory_gib"):
@@ -222,7 +224,10 @@ def test_two_processes_give_the_same_numbers(whole, tune, quick_args, tmp_path):
     for name, value in one["perplexity"].items():
         assert two["perplexity"][name] == pytest.approx(value, rel=1e-4), name
     for layer, error in one["alignment_error"].items():
-        assert two["alignment_error"][layer] == pytest.approx(error, rel=1e-5), layer
+        other = two["alignment_error"][layer]
+        assert other.keys() == error.keys()
+        for name, value in error.items():  # None where no polish helped
+            assert other[name] == (value if value is None else pytest.approx(value, rel=1e-5)), (layer, name)
     losses = [logged(out, "distill/loss") for out in (whole, tmp_path / "out")]
     assert len(losses[0]) == 12 and losses[1] == pytest.approx(losses[0], rel=1e-4)
     first, second = (load_file(out / "measure" / "statistics.safetensors") for out in (whole, tmp_path / "out"))

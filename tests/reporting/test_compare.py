@@ -51,7 +51,7 @@ def test_numbers_of_real_runs(capsys):
     assert cost[4:] == ["12.4", "51.8", "105", "206", "0 (running)", "NVIDIA H200"]
     perplexity, cost = _cells(text, "start")  # two stages only
     assert perplexity[4:] == ["43.11 (3.721x)", "-", "-", "-"]
-    assert cost[1:] == ["262 k", "-", "-", "18.1", "70.5", "-", "-", "-", "NVIDIA H200"]
+    assert cost[1:] == ["262 k", "-", "-", "10.9", "39.9", "-", "-", "-", "NVIDIA H200"]
     assert _cells(text, "polish")[0][5:7] == ["15.96 (1.378x)", "-"]
     assert "Notes" not in text and "comparison.png" not in text
 
@@ -123,7 +123,7 @@ def test_other_text_is_refused_unless_forced(tmp_path, capsys):
     assert "d75c98bbb7ea" in line and "b8dddd93d2a7" in line and not (tmp_path / "out").exists()
     main([str(FULL), str(quickstart), "--force", "--output", str(tmp_path / "out")])
     text = capsys.readouterr().out
-    assert _cells(text, "quickstart")[0][2:4] == ["35.02", "109.4 (3.123x)"]
+    assert _cells(text, "quickstart")[0][2:4] == ["35.42", "93.71 (2.646x)"]
     assert "These do not compare: 'smollm2_135m' and 'quickstart'" in text
     assert "The seconds do not compare" in text and "The alignment errors do not compare" in text
     assert json.loads((tmp_path / "out" / "comparison.json").read_text())["teacher_perplexity"] is None
