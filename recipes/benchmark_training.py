@@ -24,7 +24,7 @@ from torchtune import config, training, utils
 
 from tcal_components.calibration.selection import RetainConfig, resolve_retained
 from tcal_components.checkpoint.artifacts import parse_dtype
-from tcal_components.config import ConfigError, check_component, check_keys, one_line_errors, section
+from tcal_components.config import ConfigError, check_component, check_keys, one_line_errors, scalar, section
 from tcal_components.distributed import ParallelContext
 from tcal_components.distributed.environment import startup_report
 from tcal_components.evaluation.loss_head import LossHeadConfig, measure_loss_head
@@ -33,6 +33,7 @@ from tcal_components.evaluation.training_speed import TrainingSpeed, free_memory
 from tcal_components.evaluation.training_variants import Variant
 from tcal_components.models.memory import count_parameters
 from tcal_components.models.spec import GatedDeltaNetSpec
+from tcal_components.ops.kernels import tune_kernels
 from tcal_components.reporting import config_sha256, device_description, package_versions, write_json
 from tcal_components.reporting._format import short_number, table
 
@@ -40,7 +41,7 @@ log = utils.get_logger("INFO")
 
 _KEYS = (
     *("output_dir", "seed", "device", "dtype", "model", "spec", "gdn", "retain", "dp_replicate", "peak_tflops"),
-    *("defaults", "variants", "run", "loss_head", "max_seconds"),
+    *("defaults", "variants", "run", "loss_head", "max_seconds", "tune_kernels"),
 )
 
 
@@ -80,6 +81,7 @@ class Benchmark:
             dtype=parse_dtype(cfg.get("dtype", "bf16"), "dtype"),
             dp_replicate=int(cfg.get("dp_replicate", 1)),
         )
+        tune_kernels(scalar(cfg, "tune_kernels", bool, False))
         gdn = GatedDeltaNetSpec.from_config(cfg.get("gdn"))
         self.speed = TrainingSpeed(
             spec, retained_layers=retained, gdn=gdn, ctx=self.ctx, peak_tflops=float(cfg.get("peak_tflops", 989.0))

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import config, training
 
-from tcal_components.config import check_component, check_keys, one_line_errors, resolve_assets, section
+from tcal_components.config import check_component, check_keys, one_line_errors, resolve_assets, scalar, section
 from tcal_components.evaluation.agreement import agreement
 from tcal_components.evaluation.harness import check_tasks, lm_eval_scores
 from tcal_components.evaluation.load import ModelSource, free, load_model
@@ -26,9 +26,13 @@ from tcal_components.evaluation.perplexity import evaluation_batches, perplexity
 from tcal_components.evaluation.retrieval import retrieval
 from tcal_components.evaluation.settings import MEASUREMENTS, SECTIONS
 from tcal_components.evaluation.speed import speed
+from tcal_components.ops.kernels import tune_kernels
 from tcal_components.reporting import Report
 
-_KEYS = ["output_dir", "seed", "device", "dtype", "evaluate", "tokenizer", "validation_dataset", "teacher", "students"]
+_KEYS = [
+    *("output_dir", "seed", "device", "dtype", "evaluate", "tokenizer", "validation_dataset", "teacher", "students"),
+    "tune_kernels",
+]
 # Room for the question and its surroundings, beside the distance, in the longest retrieval text.
 _QUESTION_TOKENS = 512
 
@@ -63,6 +67,7 @@ def check_config(cfg: DictConfig) -> Run:
         raise ValueError("evaluate_hybrid runs as one process; start it without --nproc_per_node")
     check_keys(cfg, [*_KEYS, *SECTIONS], "the config")
     resolve_assets(cfg)
+    tune_kernels(scalar(cfg, "tune_kernels", bool, False))
     measurements = list(cfg.get("evaluate", []))
     for name in measurements:
         if name not in MEASUREMENTS:

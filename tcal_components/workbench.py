@@ -37,6 +37,7 @@ from tcal_components.evaluation.perplexity import evaluation_batches, perplexity
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
 from tcal_components.modules.conversion import build_mixers, converted, load_mixers
 from tcal_components.modules.hybrid_decoder import HybridDecoder
+from tcal_components.ops.kernels import tune_kernels
 from tcal_components.precision.float8 import apply_float8
 
 log = utils.get_logger("INFO")
@@ -68,6 +69,7 @@ COMMON_KEYS = (
     "parallel",
     "align",
     "validation_batch_size",
+    "tune_kernels",
 )
 
 
@@ -127,6 +129,7 @@ class Workbench:
         self.seed = scalar(cfg, "seed", int, 0, least=0)
         self.validation_batch_size = scalar(cfg, "validation_batch_size", int, 8, least=1)
         self.output_dir = Path(cfg.output_dir)
+        tune_kernels(scalar(cfg, "tune_kernels", bool, False))
         self.parallel = section(ParallelConfig, cfg.get("parallel"), "parallel")
         dtype = parse_dtype(scalar(cfg, "dtype", str, "fp32"), "dtype")
 

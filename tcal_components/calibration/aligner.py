@@ -157,7 +157,9 @@ class Aligner:
         self.curve.append({"step": self.step, "error": result})
         for layer, value in result.items():
             if value < self._best_error[layer]:
-                self._best[layer], self._best_error[layer], self._best_step[layer] = self._copy(layer), value, self.step
+                self._best_error[layer], self._best_step[layer] = value, self.step
+                for name, parameter in self.mixers[str(layer)].named_parameters():
+                    self._best[layer][name].copy_(parameter)
         return result
 
     @torch.no_grad()
@@ -239,7 +241,9 @@ class Aligner:
     def _copy(self, layer: int) -> dict[str, Tensor]:
         """Copies one layer's weights; whole ones on the CPU, shards where they are."""
         return {
-            name: parameter.detach().clone() if hasattr(parameter, "full_tensor") else parameter.detach().cpu().clone()
+            name: parameter.detach().clone()
+            if hasattr(parameter, "full_tensor")
+            else torch.empty_like(parameter, device="cpu", requires_grad=False).copy_(parameter.detach())
             for name, parameter in self.mixers[str(layer)].named_parameters()
         }
 

@@ -150,13 +150,13 @@ def _candidates(
     foldable = plan.folds and bool(source.drops) and options.fold != "never"
     starts = []
     for fold in ([False, True] if options.fold == "auto" else [True]) if foldable else [False]:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed * 1_000_003 + layer)
-            mixer = build_mixers(teacher.spec, gdn_spec, [layer])[str(layer)]
+            mixer = build_mixers(teacher.spec, gdn_spec, [layer], device=device)[str(layer)]
         assert isinstance(mixer, GatedDeltaNet)
         start = LayerStart(
             layer=layer,
-            mixer=mixer.to(device=device, dtype=torch.float32).requires_grad_(False),
+            mixer=mixer.to(torch.float32).requires_grad_(False),
             source=source,
             statistics=statistics,
             options=options,

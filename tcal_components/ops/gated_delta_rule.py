@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tcal_components.ops.documents import Documents, documents_from_starts
+from tcal_components.ops.kernels import fla_function
 
 L2_EPS = 1e-6
 MAX_CUDA_HEAD_DIM = 256
@@ -225,9 +226,7 @@ def _fla_gated_delta_rule(
             f"head size {max(q.shape[-1], v.shape[-1])} of the gated delta rule; "
             f"flash-linear-attention allows at most {MAX_CUDA_HEAD_DIM} on CUDA"
         )
-    # Lazy, and for CUDA tensors only: without a GPU flash-linear-attention imports but cannot run.
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
+    chunk_gated_delta_rule = fla_function("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
     batch, length = q.shape[:2]
     if initial_state is not None:
         initial_state = initial_state.float()

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tcal_components.ops.kernels import fla_function
+
 
 def gated_rms_norm(x: Tensor, gate: Tensor, scale: Tensor, *, eps: float) -> Tensor:
     """Computes ``x / sqrt(mean(x^2) + eps) * scale * silu(gate)`` over the last dimension, in float32 at least.
@@ -28,7 +30,5 @@ def gated_rms_norm(x: Tensor, gate: Tensor, scale: Tensor, *, eps: float) -> Ten
 # The library's wrappers break torch.compile's graphs in many places; one break is enough.
 @torch.compiler.disable
 def _fla_gated_rms_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
-    # Lazy, and for CUDA tensors only: without a GPU flash-linear-attention imports but cannot run.
-    from fla.modules.fused_norm_gate import rms_norm_gated
-
+    rms_norm_gated = fla_function("fla.modules.fused_norm_gate", "rms_norm_gated")
     return rms_norm_gated(x, gate, scale, None, activation="swish", eps=eps)

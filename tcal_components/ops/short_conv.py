@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tcal_components.ops.documents import Documents
+from tcal_components.ops.kernels import fla_function
 
 
 class _ShiftedTaps(torch.autograd.Function):
@@ -101,8 +102,7 @@ def _use_fla(x: Tensor) -> bool:
 # The library's wrappers break torch.compile's graphs in many places; one break is enough.
 @torch.compiler.disable
 def _fla_short_conv(x: Tensor, taps: Tensor, documents: Documents | None) -> Tensor:
-    from fla.modules.convolution import causal_conv1d
-
+    causal_conv1d = fla_function("fla.modules.convolution", "causal_conv1d")
     batch, length = x.shape[:2]
     kwargs: dict[str, Tensor] = {}
     packed = documents if documents is not None and documents.packed else None

@@ -160,7 +160,7 @@ def test_cpu_path_imports_no_kernel_library():
         "import sys, torch, tcal_components.ops as ops\n"
         "x = torch.randn(1, 3, 1, 4)\n"
         "ops.gated_delta_rule(x, x, x, g=-x[..., 0].abs(), beta=x[..., 0])\n"
-        "assert not {'fla', 'triton'} & set(sys.modules)"
+        "assert 'fla' not in sys.modules  # torch itself imports triton where it is installed"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
