@@ -81,6 +81,8 @@ def check_config(cfg: DictConfig) -> Run:
     for name, node in (cfg.get("students") or {}).items():
         if name in sources:
             raise ValueError(f"students.{name}: this name is taken")
+        if node is None:  # left out on the command line: students.NAME=null
+            continue
         sources[name] = _source(node, f"students.{name}")
     text_needed = [name for name in measurements if name in ("perplexity", "retrieval", "agreement")]
     random = [name for name, source in sources.items() if source.component is not None]

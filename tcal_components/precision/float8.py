@@ -42,7 +42,7 @@ class Float8Layers:
 def float8_problem(device: torch.device | str) -> str | None:
     """Why a device cannot do float8 products, with what to do about it; None if it can."""
     device = torch.device(device)
-    fall_back = "set precision: {student: bf16, teacher: bf16}"
+    fall_back = "set precision: {student: null, teacher: null}"
     if device.type != "cuda":
         return f"float8 needs a CUDA device, this run is on {device.type}; {fall_back}"
     capability = torch.cuda.get_device_capability(device)
