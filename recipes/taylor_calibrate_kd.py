@@ -40,6 +40,7 @@ from tcal_components.distillation.optimizer import build_optimizer
 from tcal_components.distributed import gather_full_state_dict, load_full_state_dict, parallelize, to_storage_dtype
 from tcal_components.distributed.environment import startup_report
 from tcal_components.distributed.preemption import Stopped, StopRequest, stop_on_signals
+from tcal_components.evaluation.load import free
 from tcal_components.models.memory import count_parameters, estimate_memory
 from tcal_components.modules.conversion import student_state_dict
 from tcal_components.modules.hybrid_decoder import HybridDecoder
@@ -325,7 +326,7 @@ class TaylorCalibrateKD:
         """All stages of the config, and the report."""
         bench = self.bench
         with one_line_errors():  # a damaged checkpoint is the user's matter too
-            teacher = self.teacher
+            _ = self.teacher
         total, mixers = count_parameters(bench.spec, retained_layers=bench.retained, gdn=bench.gdn)
         validation = fingerprint(bench.data_fingerprint("evaluation"))
         if (self.report.data.get("data") or {}).get("evaluation_fingerprint") != validation:
@@ -343,7 +344,7 @@ class TaylorCalibrateKD:
                 "dropped": dropped_features(bench.spec),
             }
         )
-        self.report.update({"teacher": {"perplexity": bench.perplexity(teacher, label="teacher")}})
+        self.report.update({"teacher": {"perplexity": bench.perplexity(self.teacher, label="teacher")}})
         for stage in self.stages:
             getattr(self, stage)()
         self.report.finish()
@@ -592,6 +593,10 @@ class TaylorCalibrateKD:
         else:
             mixers = read_tensors(self._path(source))
             weights = student_state_dict(bench.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY], mixers)
+            del mixers
+        # The check holds the student and transformers' model in float32.
+        self._teacher = None
+        free(self.ctx.device)
         with self.report.stage("export"):
             self.exported = export_hybrid(
                 weights,
@@ -609,6 +614,7 @@ class TaylorCalibrateKD:
                 student = torchtune_config.instantiate(self.cfg.model, retained_layers=list(bench.retained))
             to_storage_dtype(student, torch.float32).to_empty(device=self.ctx.device)
             student.load_state_dict(weights)
+            del weights
             tokens = bench.data["evaluation"][0]["tokens"][None, : self.export_config.verify_tokens]
             checked = verify_export(folder, student, tokens.to(self.ctx.device))
             notes = {"path": str(folder), "format": self.export_config.format, "fingerprint": made_of, **checked}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchao.utils import TorchAOBaseTensor
 
 from tcal_components.calibration import analytic
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
@@ -71,7 +72,10 @@ def read_attention(attention: Any, spec: DecoderSpec, device: torch.device) -> T
     def read(tensor: Tensor | None, expand: bool = False) -> Tensor | None:
         if tensor is None:
             return None
-        value = whole(tensor).to(device=device, dtype=torch.float32)
+        value = whole(tensor)
+        if isinstance(value, TorchAOBaseTensor):  # a teacher quantised to float8
+            value = value.dequantize()
+        value = value.to(device=device, dtype=torch.float32)
         return analytic.expand_heads(value, spec.num_kv_heads, spec.num_heads) if expand else value
 
     values: dict[str, Any] = {"q": read(attention.q_proj.weight), "output": read(attention.output_proj.weight)}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.func import functional_call
 
 from tcal_components.checkpoint.export_config import CUSTOM_FORMAT, DTYPES
 from tcal_components.checkpoint.export_weights import WeightExporter, rounded_parameter
@@ -21,6 +20,7 @@ from tcal_components.modules.hybrid_decoder import HybridDecoder
 # Allowed difference of logits, relative to the largest logit, both sides computing in float32. Measured differences are
 # near 1e-6 on a CPU. On CUDA the kernels of flash-linear-attention solve a triangular system in TF32 (10 bits).
 RELATIVE_TOLERANCE = {"cpu": 1e-4, "cuda": 2e-3}
+Reference = Callable[[torch.Tensor], torch.Tensor]
 PROBE_TEXT = "Hybrid models: 12 345 tokens,\n\tif x != 'y': naïve_café() -> 東京 🙂"
 
 
@@ -73,8 +73,12 @@ def verify_export(
     if relative_tolerance is None:
         relative_tolerance = RELATIVE_TOLERANCE.get(device.type, RELATIVE_TOLERANCE["cuda"])
 
-    with _evaluation(student), quiet_transformers(), torch.no_grad():
-        reference = _Reference(student, layout, dtype)
+    with (
+        _evaluation(student),
+        quiet_transformers(),
+        torch.no_grad(),
+        _rounded(student, layout, dtype) as reference,
+    ):
         expected = reference(tokens)
         scale = float(expected.abs().max())
         tolerance = relative_tolerance * max(scale, 1.0)
@@ -118,20 +122,28 @@ def verify_export(
     return result
 
 
-class _Reference:
-    """The student with the weights that the export has, computing in float32."""
+@contextlib.contextmanager
+def _rounded(student: HybridDecoder, layout: HybridLayout, dtype: torch.dtype) -> Iterator[Reference]:
+    """The student with the weights that the export has, as a function from token ids [B, T] to float32 logits [B, T, V].
 
-    def __init__(self, student: HybridDecoder, layout: HybridLayout, dtype: torch.dtype) -> None:
-        self._student = student
-        self._parameters = {
-            name: rounded_parameter(_plain(name), value, layout=layout, dtype=dtype)
-            for name, value in student.named_parameters()
-        }
+    Its own weights wait in host memory meanwhile: three float32 copies of a large model do not fit on one GPU.
+    """
+    originals: dict[str, torch.Tensor] = {}
 
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Computes logits [B, T, V] in float32 from token ids [B, T]."""
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
         with torch.autocast(tokens.device.type, enabled=False):
-            return functional_call(self._student, self._parameters, (tokens,)).float()
+            return student(tokens).float()
+
+    try:
+        for name, parameter in student.named_parameters():
+            rounded = rounded_parameter(_plain(name), parameter, layout=layout, dtype=dtype)
+            originals[name] = parameter.data.cpu()
+            parameter.data = rounded
+        yield logits
+    finally:
+        for name, original in originals.items():
+            parameter = student.get_parameter(name)
+            parameter.data = original.to(parameter.device)
 
 
 def _check_arguments(student: HybridDecoder, tokens: torch.Tensor, layout: HybridLayout) -> None:
@@ -188,7 +200,7 @@ def _cached_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat(logits, dim=1)
 
 
-def _left_padded_difference(model: Any, reference: _Reference, tokens: torch.Tensor, pad: int) -> float:
+def _left_padded_difference(model: Any, reference: Reference, tokens: torch.Tensor, pad: int) -> float:
     """Compares a left-padded batch of two lengths with the student on each row alone."""
     length = tokens.shape[1]
     rows = [tokens[0], tokens[-1, : length // 2]]
@@ -202,7 +214,7 @@ def _left_padded_difference(model: Any, reference: _Reference, tokens: torch.Ten
 
 
 def _greedy_equal(
-    model: Any, reference: _Reference, prompt: torch.Tensor, pad: int, max_new_tokens: int, tie: float
+    model: Any, reference: Reference, prompt: torch.Tensor, pad: int, max_new_tokens: int, tie: float
 ) -> bool:
     """Compares greedy ``generate`` with the student; after a tie (top logits closer than ``tie``) it stops."""
     from transformers import GenerationConfig

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -194,6 +196,21 @@ def test_a_layer_depends_on_the_seed_alone(teacher, start):
         assert torch.equal(a, b), name
         if "g_proj" in name:
             assert not torch.equal(a, c)
+
+
+def test_a_teacher_quantised_to_float8_can_be_read(teacher):
+    """As `precision.teacher: float8` leaves it in one process; the product in float8 needs a GPU, the weights do not."""
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    cpu = torch.device("cpu")
+    expected = read_attention(teacher.layers[1].attn, teacher.spec, cpu)
+    quantised = copy.deepcopy(teacher.layers[1].attn).to(torch.bfloat16)
+    quantize_(quantised, Float8WeightOnlyConfig(set_inductor_config=False))
+    found = read_attention(quantised, teacher.spec, cpu)
+    for name in ("q", "k", "v", "output"):
+        value, reference = getattr(found, name), getattr(expected, name)
+        assert type(value) is torch.Tensor and value.dtype == torch.float32
+        assert 0 < (value - reference).norm() < 0.05 * reference.norm()
 
 
 def test_signed_keys_and_values(teacher, make_batch):
