@@ -616,7 +616,7 @@ class TaylorCalibrateKD:
             student.load_state_dict(weights)
             del weights
             tokens = bench.data["evaluation"][0]["tokens"][None, : self.export_config.verify_tokens]
-            checked = verify_export(folder, student, tokens.to(self.ctx.device))
+            checked = verify_export(folder, student, tokens.to(self.ctx.device), keep_student=False)
             notes = {"path": str(folder), "format": self.export_config.format, "fingerprint": made_of, **checked}
             self.report.update({"export": notes})
         self.ctx.barrier()

@@ -76,3 +76,15 @@ def parse_dtype(name: str, where: str) -> torch.dtype:
     if name not in known:
         raise ValueError(f"{where} is {name!r}; allowed: {', '.join(known)}")
     return known[name]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity: one pass without a mask of its size.
+
+    Args:
+        tensor: of a float type, not empty.
+
+    Returns:
+        bool: NaN and infinity show at the ends, and so does a NaN between them.
+    """
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.nn.functional as F
 
+from tcal_components.checkpoint.artifacts import is_finite
 from tcal_components.checkpoint.export_norms import (
     constant_dimension,
     join_norm,
@@ -75,11 +76,12 @@ class WeightExporter:
 
     def _take(self, key: str, columns: torch.Tensor | None = None, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Reads one weight, rounded to the exported type and then scaled by powers of two (so the order is free)."""
-        value = self._state_dict[key].detach().cpu().to(dtype or self._dtype)
-        if not bool(torch.isfinite(value).all()):
+        value = self._state_dict[key].detach().to(dtype or self._dtype)  # where it lies: half the bytes to copy
+        if not is_finite(value):
             raise ValueError(
                 f"{key} has values that are not finite in {dtype or self._dtype}; the student cannot be exported"
             )
+        value = value.cpu()
         return (value if columns is None else value * columns.to(value.dtype)).contiguous()
 
     def _norm(self, key: str, exported: str) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torchtune import training
 
+from tcal_components.checkpoint.artifacts import is_finite
 from tcal_components.checkpoint.mapping import teacher_tensors
 from tcal_components.models.hf_config import read_config, read_spec, spec_from_config
 from tcal_components.models.spec import DecoderSpec
@@ -187,9 +188,7 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype | None, name: str, path:
 
 
 def _refuse_non_finite(tensor: torch.Tensor, message: str) -> None:
-    # One pass without a temporary of the tensor's size; NaN propagates to both ends.
-    low, high = torch.aminmax(tensor)
-    if not (torch.isfinite(low) and torch.isfinite(high)):
+    if not is_finite(tensor):
         raise ValueError(message)
 
 

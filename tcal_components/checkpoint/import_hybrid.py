@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tcal_components.checkpoint.artifacts import is_finite
 from tcal_components.checkpoint.export import NORM_RECORDS_FILE
 from tcal_components.checkpoint.export_config import FORMATS, export_layout, read_json
 from tcal_components.checkpoint.export_norms import constant_dimension, join_norm, unpack_factors, unpack_floats
@@ -184,7 +185,7 @@ class _Reader:
         if not spec.tie_word_embeddings:
             found["output.weight"] = self._get("lm_head.weight", factor)
         for key, value in found.items():
-            if not bool(torch.isfinite(value).all()):
+            if not is_finite(value):
                 raise ValueError(f"{self._folder} holds NaN or infinity in {key}")
         return {key: found[key].contiguous() for key in student_shapes(self._layout)}
 

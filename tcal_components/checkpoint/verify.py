@@ -37,6 +37,7 @@ def verify_export(
     max_new_tokens: int = 8,
     relative_tolerance: float | None = None,
     strict: bool = True,
+    keep_student: bool = True,
 ) -> dict[str, Any]:
     """Loads an export with ``AutoModelForCausalLM`` and compares it with the student.
 
@@ -45,13 +46,15 @@ def verify_export(
 
     Args:
         output_dir: The exported folder.
-        student: The hybrid that was exported, whole on one device, without caches. It is not changed.
+        student: The hybrid that was exported, whole on one device, without caches.
         tokens: Token ids [B, T], T at least 8, on any device; real text shows more than random ids.
         pad_id: Token for left padding. Default: None, the first id of ``tokens``.
         max_new_tokens: Length of the greedy continuation. Default: 8.
         relative_tolerance: Allowed difference relative to the largest logit. Default: None, ``RELATIVE_TOLERANCE``
             of the device.
         strict: Whether a failed check raises. Default: True.
+        keep_student: Whether the student has its own weights again afterwards; they wait in host memory meanwhile.
+            False leaves it with the rounded ones. Default: True.
 
     Returns:
         dict[str, Any]: ``max_abs_logit_diff`` (full forward), ``cached_max_abs_diff`` (prefill, then token by token;
@@ -73,12 +76,9 @@ def verify_export(
     if relative_tolerance is None:
         relative_tolerance = RELATIVE_TOLERANCE.get(device.type, RELATIVE_TOLERANCE["cuda"])
 
-    with (
-        _evaluation(student),
-        quiet_transformers(),
-        torch.no_grad(),
-        _rounded(student, layout, dtype) as reference,
-    ):
+    with contextlib.ExitStack() as stack, _evaluation(student), quiet_transformers(), torch.no_grad():
+        changed = _changed_tensor(folder, student, layout, dtype)
+        reference = stack.enter_context(_rounded(student, layout, dtype, keep=keep_student))
         expected = reference(tokens)
         scale = float(expected.abs().max())
         tolerance = relative_tolerance * max(scale, 1.0)
@@ -93,7 +93,7 @@ def verify_export(
                 "left_padded_max_abs_diff": _left_padded_difference(model, reference, tokens, pad),
                 "greedy_equal": _greedy_equal(model, reference, tokens[:1], pad, max_new_tokens, 2.0 * tolerance),
             }
-    result["weights_equal"] = _changed_tensor(folder, student, layout, dtype) is None
+    result["weights_equal"] = changed is None
     result["tokenizer_equal"] = _tokenizer_equal(folder, format == CUSTOM_FORMAT)
 
     for name in ("max_abs_logit_diff", "cached_max_abs_diff", "left_padded_max_abs_diff"):
@@ -102,7 +102,7 @@ def verify_export(
     if not result["greedy_equal"]:
         problems.append("greedy text differs")
     if not result["weights_equal"]:
-        problems.append(f"{_changed_tensor(folder, student, layout, dtype)} differs from the student's weights")
+        problems.append(f"{changed} differs from the student's weights")
     if result["tokenizer_equal"] is False:
         problems.append("AutoTokenizer splits text otherwise than tokenizer.json")
     result |= {
@@ -123,10 +123,11 @@ def verify_export(
 
 
 @contextlib.contextmanager
-def _rounded(student: HybridDecoder, layout: HybridLayout, dtype: torch.dtype) -> Iterator[Reference]:
+def _rounded(student: HybridDecoder, layout: HybridLayout, dtype: torch.dtype, *, keep: bool) -> Iterator[Reference]:
     """The student with the weights that the export has, as a function from token ids [B, T] to float32 logits [B, T, V].
 
-    Its own weights wait in host memory meanwhile: three float32 copies of a large model do not fit on one GPU.
+    Its own weights wait in host memory meanwhile (or are dropped): three float32 copies of a large model do not fit on
+    one GPU.
     """
     originals: dict[str, torch.Tensor] = {}
 
@@ -137,7 +138,8 @@ def _rounded(student: HybridDecoder, layout: HybridLayout, dtype: torch.dtype) -
     try:
         for name, parameter in student.named_parameters():
             rounded = rounded_parameter(_plain(name), parameter, layout=layout, dtype=dtype)
-            originals[name] = parameter.data.cpu()
+            if keep:
+                originals[name] = parameter.data.cpu()
             parameter.data = rounded
         yield logits
     finally:
