@@ -19,13 +19,14 @@ _WORDS = ("red", "green", "blue", "white", "black", "north", "south", "east", "w
 
 
 def check_installed() -> None:
-    """Raises one clear line when lm-eval is missing.
+    """Raises one clear line when lm-eval is missing, or what its backend for transformers needs besides.
 
     Raises:
         ValueError: With the command that installs it.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("lm-eval is not installed: pip install 'taylor-calibrate[eval]'")
+    for package, name in (("lm_eval", "lm-eval"), ("accelerate", "accelerate, which lm-eval needs for transformers,")):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"{name} is not installed: pip install 'taylor-calibrate[eval]'")
 
 
 def local_documents(count: int = 40) -> list[dict[str, Any]]:

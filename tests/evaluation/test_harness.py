@@ -35,6 +35,12 @@ def test_without_lm_eval_there_is_one_clear_line(monkeypatch, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_without_the_backend_there_is_one_clear_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else object())
+    with pytest.raises(ValueError, match="accelerate, which lm-eval needs for transformers, is not installed"):
+        harness.lm_eval_scores(tmp_path, tasks=["tcal_local"])
+
+
 def test_scores_are_flat_and_without_errors_of_the_mean():
     results = {
         "niah_single_1": {"alias": "x", "4096,none": 0.5, "8192,none": -1, "4096_stderr,none": "N/A"},

@@ -1,5 +1,6 @@
 """The pipeline on the embedded teacher: the report, the weights, the export, stages that are not run again, two processes."""
 
+import importlib.util
 import json
 import shutil
 from itertools import combinations
@@ -109,6 +110,20 @@ def test_the_export_is_the_student_and_writes_text(whole):
     made = model.generate(tokens, max_new_tokens=12, do_sample=False)
     assert made.shape[1] > tokens.shape[1]
     assert tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True).strip()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval: pip install '.[test]'")
+def test_lm_eval_runs_on_the_exported_model(whole, tune, tmp_path):
+    """A local task, teacher and export side by side."""
+    args = ["--config", "configs/evaluate.yaml", "evaluate=[lm_eval]", f"output_dir={tmp_path}"]
+    args += ["students.aligned=null", f"students.exported.folder={whole / 'export'}"]
+    done = tune(tmp_path, "run", "recipes/evaluate_hybrid", *args)
+    assert done.returncode == 0, done.stderr[-2000:]
+    scores = report_of(tmp_path)["evaluation"]["lm_eval"]
+    assert scores.keys() == {"teacher", "exported"}
+    assert scores["teacher"]["tcal_local"]["acc"] > 0.5, "chance is 0.25"
+    assert 0.0 <= scores["exported"]["tcal_local"]["acc"] <= 1.0
+    assert "tcal_local" in (tmp_path / "report.md").read_text()
 
 
 def test_parts_of_the_text_share_no_document(whole, texts):
