@@ -10,43 +10,32 @@ again, a run continues with the cells that are missing, and a distillation in th
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import re
-import shutil
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 from torchtune import config as torchtune_config
-from torchtune import training
 
 from tcal_components.calibration.alignment import AlignConfig
 from tcal_components.calibration.comparison import (
-    fewer_tokens,
-    lower_envelope,
     mean_curve,
     summarise,
     targets,
-    tokens_to_ratios,
 )
 from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions, initialize_mixers
 from tcal_components.calibration.resumable import resumable_alignment, stored_statistics
 from tcal_components.calibration.statistics import Statistics
-from tcal_components.checkpoint.artifacts import read_tensors, write_tensors
+from tcal_components.checkpoint.artifacts import write_tensors
 from tcal_components.checkpoint.fingerprint import fingerprint, stored_fingerprint
-from tcal_components.checkpoint.run_state import RunState
-from tcal_components.config import ConfigError, check_keys, one_line_errors, section
-from tcal_components.distillation import DistillConfig, NonFiniteLossError, distill
-from tcal_components.distributed import load_full_state_dict, parallelize, to_storage_dtype
+from tcal_components.config import ConfigError, one_line_errors, section
+from tcal_components.distillation.recovery import Recovery, RecoveryConfig, read_cell
 from tcal_components.models.memory import count_parameters
-from tcal_components.modules.conversion import student_state_dict
-from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.reporting import Report, render_markdown, write_json, write_plots
 from tcal_components.reporting.ablation import ablation_markdown, plot_ablation
 from tcal_components.workbench import Workbench
@@ -83,43 +72,6 @@ class AblateConfig:
     query_block: int = 128
 
 
-# What tells the runs of one start's recovery apart.
-GRID = ("lr", "base_lr", "tokens", "batch_size")
-
-
-@dataclasses.dataclass(frozen=True)
-class RecoveryConfig:
-    """Section ``recovery``: distillation from some of the cells, each with the same grid.
-
-    The grid is the product of ``lr``, ``base_lr``, ``tokens`` and ``batch_size``.
-
-    Args:
-        starts: ``START/ALIGNMENT`` of the cells, of the first seed.
-        tokens: of a distillation, which is the length of its schedule; one number or a grid.
-        batch_size: sequences a step over all processes, one number or a grid; their length is that of ``dataset``.
-        micro_batch_size: sequences a forward pass of one process; None, or more than its share, takes all.
-        lr: grid of peak learning rates of the converted layers.
-        base_lr: grid of peak learning rates of everything else.
-        warmup_steps: linear warm-up.
-        eval_every_tokens: how often the perplexity is measured; also at an eighth, a quarter and a half of it.
-        save_every_tokens: how often the state is saved that an interrupted run continues from; None never.
-        ratios: of the teacher's perplexity, to which the tokens are counted.
-        baseline: the one of ``starts`` that the tokens of the others are compared with; None takes the first.
-    """
-
-    starts: list[str]
-    tokens: int | list[int]
-    batch_size: int | list[int] = 8
-    micro_batch_size: int | None = None
-    lr: list[float] = dataclasses.field(default_factory=lambda: [1e-3])
-    base_lr: list[float] = dataclasses.field(default_factory=lambda: [1e-4])
-    warmup_steps: int = 10
-    eval_every_tokens: int = 131_072
-    save_every_tokens: int | None = None
-    ratios: list[float] = dataclasses.field(default_factory=lambda: [1.5, 1.2, 1.1, 1.05])
-    baseline: str | None = None
-
-
 class AblateInitialization:
     """The recipe.
 
@@ -141,9 +93,16 @@ class AblateInitialization:
         self.ablate = section(AblateConfig, cfg.get("ablate"), "ablate")
         self.starts = self._read_starts()
         self.alignments = self._read_alignments()
-        self.recovery = section(RecoveryConfig, cfg.recovery, "recovery") if cfg.get("recovery") else None
         self._check()
-        self.grid = self._read_grid()
+        self.recovery: Recovery | None = None
+        if cfg.get("recovery"):
+            self.recovery = Recovery(
+                section(RecoveryConfig, cfg.recovery, "recovery"),
+                bench=bench,
+                directory=self.out / "recovery",
+                cells=[f"{start}/{alignment}" for start in self.starts for alignment in self.alignments],
+                seed=self.ablate.seeds[0],
+            )
         self.report = Report(
             self.out,
             "ablate_initialization",
@@ -178,38 +137,8 @@ class AblateInitialization:
             for name, value in given.items()
         }
 
-    def _read_grid(self) -> list[DistillConfig]:
-        recovery = self.recovery
-        if recovery is None:
-            return []
-        grid = itertools.product(
-            recovery.lr, recovery.base_lr, _as_list(recovery.tokens), _as_list(recovery.batch_size)
-        )
-        return [self._distill_config(**dict(zip(GRID, values))) for values in grid]
-
-    def _distill_config(self, *, lr: float, base_lr: float, tokens: int, batch_size: int) -> DistillConfig:
-        recovery, seq_len = self.recovery, self.bench.data["training"].seq_len
-        assert recovery is not None
-        a_step, save = batch_size * seq_len, recovery.save_every_tokens
-        try:
-            return DistillConfig(
-                tokens=tokens,
-                batch_size=batch_size,
-                seq_len=seq_len,
-                micro_batch_size=recovery.micro_batch_size,
-                lr=float(lr),
-                base_lr=float(base_lr),
-                warmup_steps=recovery.warmup_steps,
-                eval_every_steps=max(1, round(recovery.eval_every_tokens / a_step)),
-                save_every_steps=None if save is None else max(1, round(save / a_step)),
-                optimizer=self.cfg.get("optimizer"),
-                seed=self.ablate.seeds[0],
-            )
-        except ValueError as error:  # it names the section of the main recipe
-            raise ConfigError(f"recovery.{str(error).removeprefix('distill.')}") from error
-
     def _check(self) -> None:
-        ablate, recovery = self.ablate, self.recovery
+        ablate = self.ablate
         if not ablate.seeds or any(not isinstance(seed, int) or seed < 0 for seed in ablate.seeds):
             raise ConfigError(f"ablate.seeds is {ablate.seeds}, expected a list of numbers from 0")
         if ablate.target_alignment is not None:
@@ -224,24 +153,6 @@ class AblateInitialization:
                 raise ConfigError(
                     f"ablate.target_steps has {late[0]}, but alignments.{ablate.target_alignment} has {reference.steps} steps"
                 )
-        cells = [f"{start}/{alignment}" for start in self.starts for alignment in self.alignments]
-        if recovery is None:
-            return
-        for name in recovery.starts:
-            check_keys({name: None}, cells, "recovery.starts")
-        tokens, batch_sizes = _as_list(recovery.tokens), _as_list(recovery.batch_size)
-        if not (recovery.starts and recovery.lr and recovery.base_lr and tokens and batch_sizes):
-            raise ConfigError("recovery needs at least one entry in each of starts, lr, base_lr, tokens and batch_size")
-        for key in ("tokens", "batch_size", "eval_every_tokens", "save_every_tokens"):
-            for value in _as_list(getattr(recovery, key)):
-                if value is not None and value < 1:
-                    raise ConfigError(f"recovery.{key} is {value}, expected at least 1")
-        for batch_size in batch_sizes:
-            self.bench.check_batch_size(batch_size, "recovery.batch_size")
-        if recovery.baseline is not None and recovery.baseline not in recovery.starts:
-            raise ConfigError(
-                f"recovery.baseline is {recovery.baseline!r}, expected one of recovery.starts: {', '.join(recovery.starts)}"
-            )
 
     # ------------------------------------------------------------------------------------------------------------- run
 
@@ -273,7 +184,12 @@ class AblateInitialization:
                 cells += self.cells(start, seed)
                 self._write_ablation(cells)
         if self.recovery is not None:
-            self.recover({f"{cell['start']}/{cell['alignment']}": cell for cell in cells[::-1]})
+            self.recovery.run(
+                {f"{cell['start']}/{cell['alignment']}": cell for cell in cells[::-1]},
+                teacher=self.teacher,
+                teacher_perplexity=self.teacher_perplexity,
+                write=self._write_recovery,
+            )
         self._write_report()
 
     def _base_print(self) -> list[Any]:
@@ -291,8 +207,8 @@ class AblateInitialization:
                 self.out / "cells" / f"{start}.{alignment}.{seed}.json",
                 self._cell_print(start, alignment, seed),
             )
-            cell = _read_cell(path, made_of)
-            kept = self._weights_path(start, alignment) if self._is_recovered(start, alignment, seed) else None
+            cell = read_cell(path, made_of)
+            kept = self._kept(start, alignment, seed)
             if cell is None or (kept is not None and stored_fingerprint(kept) != made_of):
                 made = made or self.initialize(start, seed)
                 weights, seconds, error = made
@@ -405,134 +321,12 @@ class AblateInitialization:
         texts = [bench.data_fingerprint(role) for role in ("heldout", "evaluation")]
         return fingerprint(self._base_print(), dataclasses.asdict(bench.gdn), settings, aligned, texts, seed)
 
-    def _is_recovered(self, start: str, alignment: str, seed: int) -> bool:
-        return (
-            self.recovery is not None
-            and seed == self.ablate.seeds[0]
-            and f"{start}/{alignment}" in self.recovery.starts
-        )
-
-    def _weights_path(self, start: str, alignment: str) -> Path:
-        return self.out / "recovery" / f"{start}.{alignment}.safetensors"
-
-    # -------------------------------------------------------------------------------------------------------- recovery
-
-    def recover(self, cells: Mapping[str, Mapping[str, Any]]) -> None:
-        """Distils from each start with the whole grid; the report is written after each start.
-
-        Runs that an earlier grid left in the same folder count too, so that a grid can be refined start by start.
-        """
-        assert self.recovery is not None
-        ratios, baseline = self.recovery.ratios, self.recovery.baseline or self.recovery.starts[0]
-        found: dict[str, Any] = {}
-        for name in self.recovery.starts:
-            cell = cells[name]
-            runs = [self.distill(cell, config) for config in self.grid]
-            runs += self._earlier_runs(cell, runs)
-            finished = [run for run in runs if run["finished"]] or runs
-            best = min(finished, key=lambda run: run["curve"][-1]["perplexity"])
-            tokens_to, fastest = tokens_to_ratios(runs, self.teacher_perplexity, ratios)
-            found[name] = {
-                "tokens_before": sum(cell["tokens"].values()),
-                "best": best,
-                "runs": runs,
-                "tokens_to": tokens_to,
-                "tokens_to_run": {ratio: run and {key: run[key] for key in GRID} for ratio, run in fastest.items()},
-            }
-            if baseline in found:
-                base = found[baseline]
-                spent = max(run["curve"][-1]["tokens"] for run in base["runs"])
-                for start in found.values():
-                    start["fewer_than"] = fewer_tokens(start["tokens_to"], base["tokens_to"], spent)
-            table = {"ratios": [f"{r:g}" for r in ratios], "baseline": baseline, "starts": found}
-            self.report.replace("recovery", table)
-            self.report.replace("recovery_curve", {key: lower_envelope(value["runs"]) for key, value in found.items()})
-
-    def distill(self, cell: Mapping[str, Any], config: DistillConfig) -> dict[str, Any]:
-        """One distillation: read where it is there, continued where it was interrupted."""
-        bench, start, alignment = self.bench, cell["start"], cell["alignment"]
-        made_of = self._run_print(cell, config)
-        name = f"{start}.{alignment}.{config.lr:g}.{config.base_lr:g}.{config.tokens}.{config.batch_size}"
-        path, state = (
-            self.out / "recovery" / f"{name}.json",
-            RunState(self.out / "recovery" / f"{name}.state", keep_last=1),
-        )
-        run = _read_cell(path, made_of)
-        if run is not None:
-            return run
-        marker = state.directory / "fingerprint.txt"
-        resume = marker.is_file() and marker.read_text() == made_of
-        self.ctx.barrier()
-        if not resume:
-            state.clear()
-            if self.ctx.is_first:
-                state.directory.mkdir(parents=True, exist_ok=True)
-                marker.write_text(made_of)
-        settings = {key: getattr(config, key) for key in GRID}
-        bench.log(f"recovery: {start}/{alignment}, {', '.join(f'{key} {value:,}' for key, value in settings.items())}")
-        student = self._student(read_tensors(self._weights_path(start, alignment)))
-        spent = sum(cell["tokens"].values())
-        curve = [{"tokens": spent, "perplexity": cell["perplexity"]}]
-        run = {"fingerprint": made_of, **settings, "finished": True, "curve": curve}
-
-        def evaluate(step: int) -> dict[str, float]:
-            due = step == config.steps or _is_evaluated(step, config.eval_every_steps)
-            return {"perplexity": bench.perplexity(student, label=f"step {step}")} if due else {}
-
-        try:
-            result = distill(
-                student,
-                self.teacher,
-                bench.stream(bench.data["training"], config.batch_size, seed=bench.seed + 1),
-                config=dataclasses.replace(config, eval_every_steps=1),  # `evaluate` chooses
-                ctx=self.ctx,
-                loss=torchtune_config.instantiate(self.cfg.kd_loss) if self.cfg.get("kd_loss") else None,
-                on_eval=evaluate,
-                run_state=state,
-                resume=resume,
-                progress=self.ctx.is_first,
-            )
-        except NonFiniteLossError as error:  # a learning rate of the grid was too high
-            bench.log(f"recovery: {start}/{alignment} diverged: {error}")
-            run |= {"finished": False, "note": str(error)}
-        else:
-            rows = [row for row in result.curve if "perplexity" in row]
-            curve += [{"tokens": spent + int(row["tokens"]), "perplexity": row["perplexity"]} for row in rows]
-            run["seconds"] = round(result.seconds, 3)
-        if self.ctx.is_first:
-            write_json(path, run)
-            shutil.rmtree(state.directory)
-        self.ctx.barrier()
-        return run
-
-    def _run_print(self, cell: Mapping[str, Any], config: DistillConfig) -> str:
-        loss = OmegaConf.to_container(self.cfg.kd_loss) if self.cfg.get("kd_loss") else None
-        plain = {**dataclasses.asdict(config), "optimizer": dict(config.optimizer or {})}
-        return fingerprint(cell["fingerprint"], plain, loss, self.bench.data_fingerprint("training"))
-
-    def _earlier_runs(self, cell: Mapping[str, Any], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Finished runs from this cell with other values of the grid, which are the same in everything else."""
-        known = {run["fingerprint"] for run in runs}
-        found = []
-        for path in sorted((self.out / "recovery").glob(f"{cell['start']}.{cell['alignment']}.*.json")):
-            run = json.loads(path.read_text(encoding="utf-8"))
-            if run["fingerprint"] in known or not all(key in run for key in GRID):
-                continue
-            if run["fingerprint"] == self._run_print(cell, self._distill_config(**{key: run[key] for key in GRID})):
-                found.append(run)
-        return found
-
-    def _student(self, mixers: Mapping[str, Tensor]) -> HybridDecoder:
-        """The hybrid with these mixers, float32, ready to train."""
-        weights: dict[str, Tensor] = {}
-        if self.ctx.is_first:
-            weights = student_state_dict(self.bench.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY], mixers)
-        with torch.device("meta"):
-            student = torchtune_config.instantiate(self.cfg.model, retained_layers=list(self.bench.retained))
-        to_storage_dtype(student, torch.float32)
-        student = parallelize(student, ctx=self.ctx)
-        load_full_state_dict(student, weights, ctx=self.ctx)
-        return student
+    def _kept(self, start: str, alignment: str, seed: int) -> Path | None:
+        """Where the weights of a cell stay, if a distillation starts from it."""
+        recovery, name = self.recovery, f"{start}/{alignment}"
+        if recovery is None or seed != self.ablate.seeds[0] or name not in recovery.config.starts:
+            return None
+        return recovery.weights_path(start, alignment)
 
     # ---------------------------------------------------------------------------------------------------------- report
 
@@ -555,6 +349,10 @@ class AblateInitialization:
         }
         self.report.replace("ablation", table)
 
+    def _write_recovery(self, table: dict[str, Any], curves: dict[str, Any]) -> None:
+        self.report.replace("recovery", table)
+        self.report.replace("recovery_curve", curves)
+
     def _write_report(self) -> None:
         self.report.save()
         if not self.ctx.is_first:
@@ -571,23 +369,6 @@ def _checked_name(name: Any, where: str) -> str:
     if not re.fullmatch(r"[\w+-]+", str(name)):
         raise ConfigError(f"{where} has the name {name!r}; allowed are letters, digits, '_', '+' and '-'")
     return str(name)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list) else [value]
-
-
-def _is_evaluated(step: int, every: int) -> bool:
-    """Every so many steps, and thrice before: the perplexity falls fastest at the beginning."""
-    return step % every == 0 or step in (every // 8, every // 4, every // 2)
-
-
-def _read_cell(path: Path, made_of: str) -> dict[str, Any] | None:
-    """A finished cell, if it was made from the same inputs."""
-    if not path.is_file():
-        return None
-    cell = json.loads(path.read_text(encoding="utf-8"))
-    return cell if cell.get("fingerprint") == made_of else None
 
 
 @torchtune_config.parse

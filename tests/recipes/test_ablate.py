@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 from tcal_components.calibration.alignment import AlignConfig
 from tcal_components.calibration.comparison import lower_envelope
 from tcal_components.config import section
+from tcal_components.distillation import recovery
 
 SMALL = [
     "starts=[naive,{name: mine, strategy: taylor, pull: 1.0}]",
@@ -129,14 +130,14 @@ def test_the_grid_has_lengths_and_batch_sizes(run, tmp_path):
 
 
 def test_a_run_that_diverges_is_noted(run, module, monkeypatch):
-    original = module.distill
+    original = recovery.distill
 
     def distill(*args, config, **kwargs):
         if config.batch_size == 2:
-            raise module.NonFiniteLossError("loss nan")
+            raise recovery.NonFiniteLossError("loss nan")
         return original(*args, config=config, **kwargs)
 
-    monkeypatch.setattr(module, "distill", distill)
+    monkeypatch.setattr(recovery, "distill", distill)
     changes = [TWO_ALIGNMENTS, "recovery.starts=[naive/none]", "recovery.lr=[1.0e-3]"]
     report = run(*changes, "recovery.batch_size=[2,4]")
     start = report["recovery"]["starts"]["naive/none"]
@@ -146,9 +147,11 @@ def test_a_run_that_diverges_is_noted(run, module, monkeypatch):
 
 def test_intervals_in_tokens_are_at_least_one_step(module, small_config):
     changes = ["recovery.tokens=4096", "recovery.batch_size=[2,3,16]", "recovery.save_every_tokens=1000"]
-    grid = module.AblateInitialization(_changed(small_config("ablate_quickstart"), [*SMALL, *changes])).grid[:3]
+    grid = module.AblateInitialization(_changed(small_config("ablate_quickstart"), [*SMALL, *changes])).recovery.grid[
+        :3
+    ]
     assert [(c.batch_size, c.eval_every_steps, c.save_every_steps) for c in grid] == [(2, 2, 8), (3, 1, 5), (16, 1, 1)]
-    evaluated = [step for step in range(1, 50) if module._is_evaluated(step, 16)]
+    evaluated = [step for step in range(1, 50) if recovery._is_evaluated(step, 16)]
     assert evaluated == [2, 4, 8, 16, 32, 48]
 
 
