@@ -74,6 +74,7 @@ class Aligner:
         self.layers = sorted(int(layer) for layer in mixers)
         self._autocast_dtype = autocast_dtype
         self._optimizer = MixerOptimizer([mixers[str(layer)] for layer in self.layers], config)
+        self.rates = self._optimizer.rates
         self._best = {layer: self._copy(layer) for layer in self.layers}
         self._best_error = {layer: math.inf for layer in self.layers}
         self._best_step = {layer: 0 for layer in self.layers}
@@ -255,7 +256,7 @@ class Aligner:
             if not math.isfinite(value):
                 raise FloatingPointError(
                     f"the {kind} error of layer {layer} is {value} at alignment step {self.step}: lower align.lr "
-                    f"({self.config.lr}) and align.projection_lr ({self.config.projection_lr}), or look for NaN in the teacher"
+                    f"({self.rates.gates:.3g}) and align.projection_lr ({self.rates.projections:.3g}), or look for NaN in the teacher"
                 )
 
 

@@ -84,7 +84,7 @@ def align(
             if log is not None:
                 metrics = _metrics("align/error", measured["error"])
                 metrics["align/grad_norm_max"] = max(measured["grad_norm"].values())
-                metrics["align/lr"] = config.lr * factor
+                metrics["align/lr"] = aligner.rates.others * factor
                 log(metrics, aligner.step)
             if aligner.step % config.eval_every == 0 or aligner.step == config.steps:
                 evaluate()

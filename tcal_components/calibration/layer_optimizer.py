@@ -15,8 +15,11 @@ from tcal_components.calibration.collectives import all_sum_, world_size
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 # Marks on parameters (`_no_weight_decay`) are lost by deepcopy, assigning loads and fully_shard; names are not.
 NO_DECAY = ("decay", "o_norm", "q_conv", "k_conv", "v_conv")
+GATES = ("g_proj", "a_proj", "b_proj")
+# Where the config leaves a learning rate open, see `learning_rates`.
+NEW_LR, GATE_LR_TIMES_WIDTH, PROJECTION_STEP = 6e-3, 3.5, 0.25
 POLISHES = ("none", "teacher", "sequential")
-PARTS = (*PROJECTIONS, "g_proj", "a_proj", "b_proj", *NO_DECAY)
+PARTS = (*PROJECTIONS, *GATES, *NO_DECAY)
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,9 @@ class AlignConfig:
         steps: optimizer steps.
         batch_size: sequences per step over all processes.
         seq_len: tokens per sequence.
-        lr: peak learning rate of the parameters that the teacher does not have (gates, decay, convolutions, o_norm).
-        projection_lr: peak learning rate of the copied projections q, k, v and output.
+        lr: peak learning rate of the parameters that the teacher does not have (gates, decay, convolutions, o_norm). None:
+            by the width of the model, see :func:`learning_rates`.
+        projection_lr: peak learning rate of the copied projections q, k, v and output. None: by width and weights.
         warmup_steps: linear warm-up.
         min_lr_ratio: share of the peak at which the cosine ends.
         weight_decay: of matrices; never of A_log, dt_bias, o_norm and convolutions.
@@ -54,8 +58,8 @@ class AlignConfig:
     steps: int = 300
     batch_size: int = 8
     seq_len: int = 512
-    lr: float = 6e-3
-    projection_lr: float = 2e-3
+    lr: float | None = None
+    projection_lr: float | None = None
     warmup_steps: int = 10
     min_lr_ratio: float = 0.0
     weight_decay: float = 0.0
@@ -86,8 +90,9 @@ class AlignConfig:
             ("weight_decay", 0.0),
             ("min_lr_ratio", 0.0),
         ):
-            if getattr(self, name) < least:
-                raise ValueError(f"align.{name} is {getattr(self, name)}; it must be at least {least}")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"align.{name} is {value}; it must be at least {least}")
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             raise ValueError(
                 f"align.max_grad_norm is {self.max_grad_norm}; it must be positive, or null for no clipping"
@@ -141,20 +146,68 @@ class AlignConfig:
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
 
 
-def parameter_groups(mixer: nn.Module, config: AlignConfig) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class LearningRates:
+    """Peak learning rates of an alignment.
+
+    Args:
+        projections: of q, k, v and output.
+        gates: of the matrices that the teacher does not have.
+        others: of decay, convolutions and o_norm, whose size does not depend on the width of the model.
+    """
+
+    projections: float
+    gates: float
+    others: float
+
+
+@torch.no_grad()
+def learning_rates(mixers: Iterable[nn.Module], config: AlignConfig) -> LearningRates:
+    """The rates of ``config``, and for those that it leaves open what suits the model.
+
+    A step of Adam moves every weight by the learning rate, so what it changes of a matrix product grows with the width E. The
+    projections' rate is ``0.25 rms(W_q, W_k) / sqrt(E)``: 2.0e-3 for SmolLM2-135M (E = 576), the best rate there. At E = 2048 and random
+    weights of 0.02 it is 1.1e-4, and 2.0e-3 raises the error for good. The gates' rate is ``3.5 / E``, at most that of the rest, 6e-3.
+
+    Args:
+        mixers: the layers as they start; whole, or sharded by FSDP2 (every process must call this).
+        config: of the alignment.
+
+    Returns:
+        LearningRates: of every layer alike.
+    """
+    others = NEW_LR if config.lr is None else config.lr
+    gates, projections = config.lr, config.projection_lr
+    squares, numbers, width = 0.0, 0, 1
+    for mixer in mixers if gates is None or projections is None else ():
+        for name in ("q_proj", "k_proj"):
+            weight = mixer.get_parameter(f"{name}.weight")
+            norm = torch.linalg.vector_norm(weight.float())
+            squares += float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) ** 2
+            numbers, width = numbers + weight.numel(), weight.shape[1]
+    if gates is None:
+        gates = min(GATE_LR_TIMES_WIDTH / width, others)
+    if projections is None:
+        projections = PROJECTION_STEP * math.sqrt(squares / max(numbers, 1) / width)
+    return LearningRates(projections, gates, others)
+
+
+def parameter_groups(mixer: nn.Module, config: AlignConfig, rates: LearningRates | None = None) -> list[dict[str, Any]]:
     """Groups of AdamW by the names of the parameters.
 
     Args:
         mixer: Gated DeltaNet layer.
         config: learning rates and weight decay.
+        rates: of all layers. None: of this one.
 
     Returns:
         list: groups with ``params``, ``lr``, ``peak_lr`` and ``weight_decay``.
     """
+    rates = rates or learning_rates([mixer], config)
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, parameter in mixer.named_parameters():
         part = name.split(".")[0]
-        lr = config.projection_lr if part in PROJECTIONS else config.lr
+        lr = rates.projections if part in PROJECTIONS else rates.gates if part in GATES else rates.others
         groups.setdefault((lr, 0.0 if part in NO_DECAY else config.weight_decay), []).append(parameter)
     return [
         {"params": params, "lr": lr, "peak_lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()
@@ -173,14 +226,15 @@ class MixerOptimizer:
     """
 
     def __init__(self, mixers: Iterable[nn.Module], config: AlignConfig) -> None:
-        self._config = config
+        mixers = list(mixers)
+        self._config, self.rates = config, learning_rates(mixers, config)
         self._layers: list[list[nn.Parameter]] = []
         groups: dict[tuple[Any, Any], dict[str, Any]] = {}
         for mixer in mixers:
             for name, parameter in mixer.named_parameters():
                 parameter.requires_grad_(name.split(".")[0] not in config.frozen)
             self._layers.append([parameter for parameter in mixer.parameters() if parameter.requires_grad])
-            for group in parameter_groups(mixer, config):
+            for group in parameter_groups(mixer, config, self.rates):
                 merged = groups.setdefault((group["peak_lr"], group["weight_decay"]), {**group, "params": []})
                 merged["params"] += group["params"]
         self._parameters = [parameter for group in groups.values() for parameter in group["params"]]

@@ -6,12 +6,14 @@ import torch
 from tcal_components.calibration.alignment import AlignConfig, Aligner
 from tcal_components.calibration.capture import capture_batch
 from tcal_components.calibration.initialize import initialize_mixers
-from tcal_components.calibration.layer_optimizer import parameter_groups
+from tcal_components.calibration.layer_optimizer import LearningRates, learning_rates, parameter_groups
 from tcal_components.models.spec import GatedDeltaNetSpec
 from tcal_components.modules.conversion import build_mixers, load_mixers
+from tcal_components.modules.gated_delta_net import GatedDeltaNet
 
 LAYERS = [0, 2]
 PUBLISHED = {"relative": False, "frozen": ("output_proj", "o_norm"), "fixed_sequences": 4, "warmup_steps": 0}
+PUBLISHED |= {"lr": 6e-3, "projection_lr": 2e-3}
 
 
 @pytest.fixture
@@ -74,3 +76,28 @@ def test_mistakes():
         AlignConfig(frozen=("o_proj",))
     with pytest.raises(ValueError, match="align.fixed_sequences is 0"):
         AlignConfig(fixed_sequences=0)
+
+
+def _mixer(width, size):
+    """A Gated DeltaNet of one head whose q and k have weights of this root mean square."""
+    mixer = GatedDeltaNet(embed_dim=width, num_heads=1, key_head_dim=8, value_head_dim=8)
+    for linear in (mixer.q_proj, mixer.k_proj):
+        torch.nn.init.normal_(linear.weight)
+        linear.weight.data.mul_(size / linear.weight.square().mean().sqrt())
+    return mixer
+
+
+def test_rates_left_open_suit_width_and_weights():
+    small = learning_rates([_mixer(576, 0.2)], AlignConfig())
+    assert small.projections == pytest.approx(2.08e-3, rel=1e-2) and small.gates == small.others == 6e-3
+    wide = learning_rates([_mixer(2048, 0.03), _mixer(2048, 0.01)], AlignConfig())
+    mean = (0.5 * (0.03**2 + 0.01**2)) ** 0.5  # the same rate for both layers
+    assert wide.projections == pytest.approx(0.25 * mean / 2048**0.5, rel=1e-5)
+    assert wide.gates == pytest.approx(3.5 / 2048) and wide.others == 6e-3
+
+
+def test_rates_that_are_given_hold():
+    given = AlignConfig(lr=1e-3, projection_lr=1e-4)
+    assert learning_rates([_mixer(2048, 0.02)], given) == LearningRates(1e-4, 1e-3, 1e-3)
+    half = learning_rates([_mixer(2048, 0.02)], AlignConfig(projection_lr=1e-4))
+    assert half.projections == 1e-4 and half.gates == pytest.approx(3.5 / 2048)

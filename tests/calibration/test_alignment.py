@@ -157,7 +157,7 @@ def test_each_layer_keeps_the_weights_that_measured_best(teacher, make_mixers, s
 
 def test_groups_go_by_name(make_mixers):
     mixer = make_mixers()["0"]
-    config = AlignConfig(weight_decay=0.1)
+    config = AlignConfig(weight_decay=0.1, lr=6e-3, projection_lr=2e-3)
     names = {id(parameter): name for name, parameter in mixer.named_parameters()}
     groups = {
         (group["lr"], group["weight_decay"]): sorted(names[id(parameter)] for parameter in group["params"])
