@@ -47,15 +47,17 @@ def plot_context(report: Mapping[str, Any], path: Path) -> bool:
     panels = [panel for panel in panels if panel[2]]
     if not panels:
         return False
-    with figure(len(panels), path=path) as (_, axes):
+    with figure(len(panels), height=4.3, path=path) as (fig, axes):
         for axis, (title, label, curves) in zip(axes, panels):
             _lines(axis, curves)
             _context_axis(axis, [x for points in curves.values() for x, _ in points], label)
             values = [y for points in curves.values() for _, y in points]
-            log_axis(axis, min(values) / 1.1, max(values) * 1.2)
+            log_axis(axis, min(values) / 1.1, max(values) * 1.1)
             axis.set_ylabel("perplexity (log scale)")
             axis.set_title(title)
-            axis.legend(loc="upper right")
+        # Below the panels: where curves rise or fall differs from model to model.
+        handles, labels = axes[0].get_legend_handles_labels()
+        fig.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return True
 
 
@@ -127,8 +129,8 @@ def plot_speed(report: Mapping[str, Any], path: Path) -> bool:
                 theory = [(r["context"], r["cache_bytes_theory"] / 2**20) for r in rows if r["cache_bytes_theory"]]
                 x, y = zip(*theory) if theory else ((), ())
                 axis.scatter(x, y, marker="x", s=60, color="#000000", linewidth=1.2, label="theory", zorder=3)
-                axis.set_yscale("log")
-                axis.yaxis.set_major_formatter(lambda value, _: short_number(value))
+                sizes = [*y, *(size for points in curves.values() for _, size in points)]
+                log_axis(axis, min(sizes) / 1.3, max(sizes) * 1.3)
                 handles, labels = axis.get_legend_handles_labels()
             else:
                 axis.set_ylim(bottom=0, top=axis.get_ylim()[1] * 1.08)
