@@ -45,7 +45,7 @@ from tcal_components.models.memory import count_parameters, estimate_memory
 from tcal_components.modules.conversion import student_state_dict
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.precision.float8 import apply_float8
-from tcal_components.reporting import Report, write_model_card
+from tcal_components.reporting import Report, teacher_license, write_model_card
 from tcal_components.workbench import Workbench
 
 MIXER_FILE = "mixers.safetensors"
@@ -68,12 +68,16 @@ class StartConfig(InitializeOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig:
-    """Section ``export``: format, type of the weights, size of a shard, and tokens compared when it is reloaded."""
+    """Section ``export``: format, type of the weights, size of a shard, and tokens compared when it is reloaded.
+
+    ``base_model`` is the teacher's name on the Hugging Face hub, for the metadata of the model card.
+    """
 
     format: str = "qwen3_5_text"
     dtype: str = "bf16"
     max_shard_size: str = "5GB"
     verify_tokens: int = 256
+    base_model: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -622,11 +626,14 @@ class TaylorCalibrateKD:
         self.ctx.barrier()
 
     def _model_card(self, exported: ExportInfo) -> None:
+        folder = Path(self.bench.teacher_checkpointer.checkpoint_dir)
         write_model_card(
             self.report.data,
             self.out / "export",
             name=self.out.name,
-            teacher=str(self.bench.teacher_checkpointer.checkpoint_dir),
+            teacher=self.export_config.base_model or folder.name,
+            base_model=self.export_config.base_model,
+            license=teacher_license(folder),
             serving_notes=serving_notes(exported),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,15 @@ def _yaml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _metadata(report: Mapping[str, Any], *, name: str, teacher: str, license: str | None, language: str) -> str:
+def _metadata(
+    report: Mapping[str, Any], *, name: str, base_model: str | None, license: str | None, language: str
+) -> str:
     lines = ["---", f"license: {_yaml((license or 'other').lower())}"]
     if not license:
         lines.append('license_name: "as the teacher"')
+    if base_model:  # the hub refuses a card whose base model is a folder
+        lines.append(f"base_model: {_yaml(base_model)}")
     lines += [
-        f"base_model: {_yaml(teacher)}",
         f"language: {_yaml(language)}",
         "library_name: transformers",
         "pipeline_tag: text-generation",
@@ -69,6 +73,7 @@ def render_model_card(
     *,
     name: str,
     teacher: str,
+    base_model: str | None = None,
     license: str | None = None,
     language: str = "en",
     serving_notes: Sequence[str] = (),
@@ -79,7 +84,8 @@ def render_model_card(
     Args:
         report: The content of ``report.json``.
         name: Name of the exported model.
-        teacher: Name or folder of the teacher's checkpoint.
+        teacher: Name of the teacher, for people.
+        base_model: Its name on the Hugging Face hub, for the metadata; ``None`` leaves it out.
         license: Licence of the teacher, which the student inherits; ``None`` when the folder does not say.
         language: Language of the text it was trained on.
         serving_notes: Where the folder runs, one line each.
@@ -118,13 +124,30 @@ def render_model_card(
         f"{len(converted)} of {len(converted) + len(retained)} attention layers were replaced and then {made}."
     )
     parts = [
-        _metadata(report, name=name, teacher=teacher, license=license, language=language),
+        _metadata(report, name=name, base_model=base_model, license=license, language=language),
         f"# {name}",
         intro,
         table(("fact", "value"), facts),
         *(f"## {title}\n\n{body}" for title, body in sections if body),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def teacher_license(folder: str | Path) -> str | None:
+    """The licence in the metadata of a checkpoint's model card, as downloads from the hub have it.
+
+    Args:
+        folder: The teacher's checkpoint.
+
+    Returns:
+        str | None: Such as ``apache-2.0``; ``None`` without a card or without the entry.
+    """
+    card = Path(folder) / "README.md"
+    if not card.is_file():
+        return None
+    _, *parts = card.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
+    found = re.search(r"^license:\s*[\"']?([\w.+-]+)", parts[0], re.MULTILINE) if len(parts) == 2 else None
+    return found.group(1) if found else None
 
 
 def _is_custom(export: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from tcal_components.reporting import Report, render_markdown, render_model_card, write_model_card
+from tcal_components.reporting import Report, render_markdown, render_model_card, teacher_license, write_model_card
 from tcal_components.reporting.ablation import fewer_tokens_table, recovery_table
 
 
@@ -74,6 +74,7 @@ def test_model_card_metadata_and_content(report, tmp_path):
         report.data,
         name="smol-hybrid",
         teacher='Some/Teacher: "instruct"',
+        base_model='Some/Teacher: "instruct"',
         license="Apache-2.0",
         serving_notes=["transformers >= 5.2: run"],
         limits=["English only"],
@@ -97,4 +98,21 @@ def test_model_card_replaces_the_teachers_card_and_claims_no_training_that_was_n
     assert "the teacher's card" not in text and f"# {tmp_path.name}" in text
     assert "without training" in text and "aligned layer by layer" not in text
     assert "trust_remote_code=True" in text
-    assert yaml.safe_load(text.split("---\n", 2)[1])["license"] == "other"
+    metadata = yaml.safe_load(text.split("---\n", 2)[1])
+    assert metadata["license"] == "other" and "base_model" not in metadata
+
+
+@pytest.mark.parametrize(
+    ("card", "license"),
+    [
+        ("---\nlanguage: en\nlicense: apache-2.0\n---\n# Teacher\n", "apache-2.0"),
+        ("---\nlicense: 'llama3.2'\n---\n", "llama3.2"),
+        ("---\nlanguage: en\n---\nlicense: mit\n", None),
+        ("# Teacher\nlicense: mit\n", None),
+        (None, None),
+    ],
+)
+def test_the_licence_is_that_of_the_teachers_card(tmp_path, card, license):
+    if card is not None:
+        (tmp_path / "README.md").write_text(card)
+    assert teacher_license(tmp_path) == license
