@@ -34,8 +34,8 @@ from tcal_components.calibration.statistics import Statistics
 from tcal_components.checkpoint.artifacts import write_tensors
 from tcal_components.checkpoint.fingerprint import fingerprint, stored_fingerprint
 from tcal_components.config import ConfigError, one_line_errors, section
-from tcal_components.distillation.recovery import Recovery, RecoveryConfig, read_cell
 from tcal_components.models.memory import count_parameters
+from tcal_components.recovery import Recovery, RecoveryConfig, read_cell
 from tcal_components.reporting import Report, render_markdown, write_json, write_plots
 from tcal_components.reporting.ablation import ablation_markdown, plot_ablation
 from tcal_components.workbench import Workbench

@@ -1,7 +1,7 @@
 """Runs the main recipe again and again in child processes and kills them: ``python killed_runs.py PLAN.json``.
 
 The plan has ``args`` (the recipe's command line), ``output_dir``, ``stops``: [stage, seconds after its start, signal], one a
-run, and then lets one run end. The result, one JSON object on stdout, says how each run ended and what it left.
+run, and then lets one run end. None for the seconds waits for the first step of the stage instead. The result, one JSON object on stdout, says how each run ended and what it left.
 
 Children are forked from a process that has imported everything, so a start takes no time. This process itself computes
 nothing: autograd's threads would not survive a fork.
@@ -50,8 +50,8 @@ def tell(pipe: int, stage: str, run: Callable[[], None]) -> None:
     os.write(pipe, f"/{stage}\n".encode())
 
 
-def child(module: ModuleType, args: list[str], started: int, log: Path) -> None:
-    """The recipe, which says on the pipe ``started`` when a stage begins and ends. Never returns."""
+def child(module: ModuleType, args: list[str], started: int, log: Path, *, steps: bool) -> None:
+    """The recipe, which says on the pipe ``started`` when a stage begins and ends, and each step if asked. Never returns."""
     code = 1
     try:
         with log.open("a") as file:
@@ -61,6 +61,8 @@ def child(module: ModuleType, args: list[str], started: int, log: Path) -> None:
         recipe = module.TaylorCalibrateKD(cfg)
         for stage in STAGES:
             setattr(recipe, stage, functools.partial(tell, started, stage, getattr(recipe, stage)))
+        if steps:
+            recipe._log_metrics = lambda values, step: os.write(started, b"step\n")
         recipe.run()
         code = 0
     except SystemExit as end:
@@ -74,12 +76,12 @@ def child(module: ModuleType, args: list[str], started: int, log: Path) -> None:
 
 
 def run(module: ModuleType, args: list[str], log: Path, stop: list[Any] | None) -> dict[str, Any]:
-    """One run; ``stop`` is [stage, seconds, signal]."""
+    """One run; ``stop`` is [stage, seconds or None, signal]."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
         os.close(reading)
-        child(module, args, writing, log)
+        child(module, args, writing, log, steps=stop is not None and stop[1] is None)
     os.close(writing)
     times: dict[str, float] = {}
     seconds: dict[str, float] = {}
@@ -89,8 +91,13 @@ def run(module: ModuleType, args: list[str], log: Path, stop: list[Any] | None) 
             if stage.startswith("/"):
                 seconds[stage[1:]] = time.monotonic() - times[stage[1:]]
                 continue
+            if stage == "step":
+                if stop is not None and stop[1] is None and stop[0] in times and stop[0] not in seconds:
+                    os.kill(process, stop[2])
+                    stop = None
+                continue
             times[stage] = time.monotonic()
-            if stop is not None and stage == stop[0]:
+            if stop is not None and stage == stop[0] and stop[1] is not None:
                 select.select([lines], [], [], stop[1])  # not after the end of the stage
                 os.kill(process, stop[2])
         _, status = os.waitpid(process, 0)

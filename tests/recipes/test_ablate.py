@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from tcal_components import recovery
 from tcal_components.calibration.alignment import AlignConfig
 from tcal_components.calibration.comparison import lower_envelope
 from tcal_components.config import section
-from tcal_components.distillation import recovery
 
 SMALL = [
     "starts=[naive,{name: mine, strategy: taylor, pull: 1.0}]",

@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -27,9 +27,7 @@ from tcal_components.distributed import load_full_state_dict, parallelize, to_st
 from tcal_components.modules.conversion import student_state_dict
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.reporting import write_json
-
-if TYPE_CHECKING:
-    from tcal_components.workbench import Workbench
+from tcal_components.workbench import Workbench
 
 # What tells the runs of one start's recovery apart.
 GRID = ("lr", "base_lr", "tokens", "batch_size")
