@@ -10,7 +10,6 @@ the same inputs is not run again; a stage that was interrupted continues with ``
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -27,12 +26,13 @@ from tcal_components.calibration.diagnose import diagnose
 from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions, initialize_mixers
 from tcal_components.calibration.resumable import resumable_alignment
 from tcal_components.calibration.statistics import Statistics, measure
-from tcal_components.checkpoint.artifacts import parse_dtype, read_tensors, write_tensors
+from tcal_components.checkpoint.artifacts import parse_dtype
 from tcal_components.checkpoint.export import check_replaceable, export_hybrid, parse_size
 from tcal_components.checkpoint.export_config import ExportInfo, dropped_features, export_layout
-from tcal_components.checkpoint.fingerprint import fingerprint, stored_fingerprint
+from tcal_components.checkpoint.fingerprint import fingerprint
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.checkpoint.serving_notes import serving_notes
+from tcal_components.checkpoint.stage_files import StageFiles
 from tcal_components.checkpoint.verify import verify_export
 from tcal_components.config import STAGES, ConfigError, check_stages, one_line_errors, scalar, section
 from tcal_components.distillation import DistillConfig, LinearKL, distill
@@ -47,8 +47,6 @@ from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.precision.float8 import apply_float8
 from tcal_components.reporting import Report, teacher_license, write_model_card
 from tcal_components.workbench import Workbench
-
-MIXER_FILE = "mixers.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +146,12 @@ class TaylorCalibrateKD:
         )
         self.loss = torchtune_config.instantiate(cfg.kd_loss) if cfg.get("kd_loss") else LinearKL()
         self._check_values()
-        self._check_inputs()
+        self.files = StageFiles(self.out, self.stages)
+        self.files.prints = self._fingerprints()
+        self.files.check()
         self._check_machine()
         if self.ctx.is_first:
-            self._sweep()
+            self.files.sweep()
 
         self.report = Report(
             self.out,
@@ -188,7 +188,7 @@ class TaylorCalibrateKD:
             bench.seed,
         )
         aligned = fingerprint(start, dataclasses.asdict(self.align_config), bench.data_fingerprint("training"))
-        ready = aligned if self._uses_alignment() else start
+        ready = aligned if self.files.uses_alignment else start
         loss = dict(self.cfg.kd_loss) if self.cfg.get("kd_loss") else None
         training_ = {**dataclasses.asdict(self.distill_config), "optimizer": dict(self.cfg.get("optimizer") or {})}
         for watching in ("eval_every_steps", "save_every_steps", "log_every_steps"):
@@ -200,17 +200,6 @@ class TaylorCalibrateKD:
             loss,
         )
         return {"measure": measure_, "initialize": start, "align": aligned, "distill": distilled}
-
-    def _path(self, stage: str) -> Path:
-        name = {"measure": "statistics.safetensors", "distill": "student.safetensors"}.get(stage, MIXER_FILE)
-        return self.out / stage / name
-
-    def _current(self, stage: str) -> bool:
-        """Whether the stage's output is there and made from what the config asks for."""
-        if stage == "measure":
-            path = self._path(stage)
-            return path.is_file() and Statistics.load(path).metadata.get("fingerprint") == self.prints[stage]
-        return stored_fingerprint(self._path(stage)) == self.prints[stage]
 
     def _check_values(self) -> None:
         """What stages would refuse hours later."""
@@ -248,36 +237,6 @@ class TaylorCalibrateKD:
                 dtype=self.export_dtype,
             )
 
-    def _sweep(self) -> None:
-        """Remove what a killed run was writing."""
-        for path in (*self.out.glob(".*.tmp"), *self.out.glob("*/.*.tmp")):
-            path.unlink(missing_ok=True)
-        for path in self.out.glob(".export.*"):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _uses_alignment(self) -> bool:
-        return "align" in self.stages or ("initialize" not in self.stages and self._path("align").is_file())
-
-    def _check_inputs(self) -> None:
-        """A stage whose input neither exists nor is about to be made is a mistake in ``stages``."""
-        self.prints = self._fingerprints()
-        needs = {"initialize": "measure", "align": "initialize", "distill": "initialize", "export": "initialize"}
-        for stage, before in needs.items():
-            if stage in self.stages and before not in self.stages and not self._current(before):
-                raise ConfigError(
-                    f"stages has {stage}, but the output of {before} is not in {self.out} (or was made with other "
-                    f"settings); add {before} to stages"
-                )
-        # A later output is used where it exists, so one of other settings must not be.
-        for before, after in (("align", ("distill", "export")), ("distill", ("export",))):
-            made_anew = {"initialize", "align", before} & set(self.stages)
-            read = set(after) & set(self.stages) and not made_anew and self._path(before).is_file()
-            if read and not self._current(before):
-                raise ConfigError(
-                    f"the output of {before} in {self.out / before} was made with other settings; add {before} to "
-                    "stages, or remove that folder to go on without it"
-                )
-
     def _check_machine(self) -> None:
         """What would fail or mislead hours later: versions, kernels, memory."""
         estimate = estimate_memory(
@@ -303,9 +262,9 @@ class TaylorCalibrateKD:
 
     def _skip(self, stage: str) -> bool:
         """Whether the stage can be left out, because its output and the report's numbers of it are there."""
-        done = self._current(stage) and self.report.finished(stage)
+        done = self.files.current(stage) and self.report.finished(stage)
         if done:
-            self.bench.log(f"{stage}: {self._path(stage)} is up to date, not run again")
+            self.bench.log(f"{stage}: {self.files.path(stage)} is up to date, not run again")
         return done
 
     def _log_metrics(self, values: dict[str, float], step: int) -> None:
@@ -314,7 +273,7 @@ class TaylorCalibrateKD:
 
     def _write(self, stage: str, tensors: dict[str, Tensor]) -> None:
         if self.ctx.is_first:
-            write_tensors(self._path(stage), tensors, fingerprint=self.prints[stage])
+            self.files.write(stage, tensors)
         self.ctx.barrier()
 
     @property
@@ -364,17 +323,19 @@ class TaylorCalibrateKD:
         Of the recovery curve only the ends are left: the student in between is gone.
         """
         bench, found = self.bench, {}
-        kept = [stage for stage in STAGES if stage != "export" and self.report.finished(stage) and self._current(stage)]
+        kept = [
+            stage for stage in STAGES if stage != "export" and self.report.finished(stage) and self.files.current(stage)
+        ]
         for stage in STAGES:
             if stage not in kept:
                 self.report.forget(stage)
         if "initialize" in kept:
             found["naive"] = bench.perplexity(self.teacher, self._naive(), "naive")
-            found["analytic"] = bench.perplexity(self.teacher, read_tensors(self._path("initialize")), "initialized")
+            found["analytic"] = bench.perplexity(self.teacher, self.files.read("initialize"), "initialized")
         if "align" in kept:
-            found["aligned"] = bench.perplexity(self.teacher, read_tensors(self._path("align")), "aligned")
+            found["aligned"] = bench.perplexity(self.teacher, self.files.read("align"), "aligned")
         if "distill" in kept:
-            student = self._build_student(read_tensors(self._path("distill")) if self.ctx.is_first else {})
+            student = self._build_student(self.files.read("distill") if self.ctx.is_first else {})
             found["distilled"] = bench.perplexity(student, label="distilled")
             first, *_, last = self.report["recovery_curve"]
             first["perplexity"] = found.get("aligned", found.get("analytic"))
@@ -398,8 +359,8 @@ class TaylorCalibrateKD:
             if self.ctx.world_size > 1:
                 sums.all_reduce_()
             if self.ctx.is_first:
-                self._path("measure").parent.mkdir(parents=True, exist_ok=True)
-                sums.finalise({"fingerprint": self.prints["measure"]}).save(self._path("measure"))
+                self.files.path("measure").parent.mkdir(parents=True, exist_ok=True)
+                sums.finalise({"fingerprint": self.files.prints["measure"]}).save(self.files.path("measure"))
             self.ctx.barrier()
             clock.add_tokens(tokens)
         self.report.update({"tokens": {"calibration": tokens}})
@@ -409,7 +370,7 @@ class TaylorCalibrateKD:
         if self._skip("initialize"):
             return
         bench = self.bench
-        statistics = Statistics.load(self._path("measure"))
+        statistics = Statistics.load(self.files.path("measure"))
         options = InitializeOptions(
             **{f.name: getattr(self.start, f.name) for f in dataclasses.fields(InitializeOptions)}
         )
@@ -467,9 +428,9 @@ class TaylorCalibrateKD:
             try:
                 result = resumable_alignment(
                     states,
-                    fingerprint=self.prints["align"],
+                    fingerprint=self.files.prints["align"],
                     teacher=self.teacher,
-                    mixers=bench.mixers(read_tensors(self._path("initialize"))),
+                    mixers=bench.mixers(self.files.read("initialize")),
                     stream=stream,
                     prepare=bench.prepare,
                     heldout_batches=list(bench.calibration_batches(config.batch_size, "heldout")),
@@ -507,7 +468,7 @@ class TaylorCalibrateKD:
         state = RunState(self.out / "distill" / "state", keep_last=self.keep_last)
         marker = self.out / "distill" / "fingerprint.txt"
         # The curve in the state has perplexities, so it is of this evaluation text.
-        made_of = fingerprint(self.prints["distill"], bench.data_fingerprint("evaluation"))
+        made_of = fingerprint(self.files.prints["distill"], bench.data_fingerprint("evaluation"))
         resume = self.resume and marker.is_file() and marker.read_text() == made_of
         if not resume:
             state.clear()
@@ -516,7 +477,7 @@ class TaylorCalibrateKD:
             marker.write_text(made_of)
         weights: dict[str, Tensor] = {}
         if self.ctx.is_first:
-            mixers = read_tensors(self._path("align" if self._uses_alignment() else "initialize"))
+            mixers = self.files.read(self.files.mixers)
             weights = student_state_dict(bench.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY], mixers)
         student = self._build_student(weights)
         del weights
@@ -585,17 +546,17 @@ class TaylorCalibrateKD:
             return
         bench = self.bench
         folder = self.out / "export"
-        source = "distill" if self._current("distill") else "align" if self._uses_alignment() else "initialize"
-        made_of = fingerprint(self.prints[source], dataclasses.asdict(self.export_config))
+        source = "distill" if self.files.current("distill") else self.files.mixers
+        made_of = fingerprint(self.files.prints[source], dataclasses.asdict(self.export_config))
         earlier = self.report["export"].get("fingerprint")
         if earlier == made_of and self.report.finished("export") and (folder / "README.md").is_file():
             bench.log(f"export: {folder} is up to date, not run again")
             self.ctx.barrier()
             return
         if source == "distill":
-            weights = read_tensors(self._path("distill"))
+            weights = self.files.read("distill")
         else:
-            mixers = read_tensors(self._path(source))
+            mixers = self.files.read(source)
             weights = student_state_dict(bench.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY], mixers)
             del mixers
         # The check holds the student and transformers' model in float32.

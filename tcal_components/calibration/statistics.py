@@ -170,7 +170,10 @@ class Statistics:
         }
         path = Path(path)
         temporary = path.with_name(f".{path.name}.tmp")  # a kill leaves no half file under the name
-        save_file(tensors, str(temporary), metadata={"tokens": str(self.tokens), "metadata": json.dumps(self.metadata)})
+        metadata = {"tokens": str(self.tokens), "metadata": json.dumps(self.metadata)}
+        if "fingerprint" in self.metadata:  # where other stages' files have it
+            metadata["fingerprint"] = self.metadata["fingerprint"]
+        save_file(tensors, str(temporary), metadata=metadata)
         temporary.replace(path)
 
     @classmethod

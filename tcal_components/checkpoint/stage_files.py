@@ -1,0 +1,87 @@
+"""The files that the stages of a run hand to one another, and whether they are what the present config asks for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from tcal_components.checkpoint.artifacts import read_tensors, write_tensors
+from tcal_components.checkpoint.fingerprint import stored_fingerprint
+from tcal_components.config import ConfigError
+
+_NAMES = {"measure": "statistics.safetensors", "distill": "student.safetensors"}
+_NEEDS = {"initialize": "measure", "align": "initialize", "distill": "initialize", "export": "initialize"}
+
+
+class StageFiles:
+    """Outputs of the stages ``measure``, ``initialize``, ``align`` and ``distill`` below one folder.
+
+    Args:
+        root: ``output_dir`` of the run.
+        stages: those that the config asks for.
+
+    Attributes:
+        prints: what each stage's output is made from, by stage; set once it is known, before anything is asked.
+    """
+
+    def __init__(self, root: Path, stages: Sequence[str]) -> None:
+        self.root, self.stages = root, tuple(stages)
+        self.prints: Mapping[str, str] = {}
+
+    def path(self, stage: str) -> Path:
+        """Where a stage's output lies."""
+        return self.root / stage / _NAMES.get(stage, "mixers.safetensors")
+
+    def current(self, stage: str) -> bool:
+        """Whether a stage's output is there and made from what the config asks for."""
+        return stored_fingerprint(self.path(stage)) == self.prints[stage]
+
+    def read(self, stage: str) -> dict[str, Tensor]:
+        """A stage's output."""
+        return read_tensors(self.path(stage))
+
+    def write(self, stage: str, tensors: Mapping[str, Tensor]) -> None:
+        """Writes a stage's output whole or not at all."""
+        write_tensors(self.path(stage), tensors, fingerprint=self.prints[stage])
+
+    @property
+    def uses_alignment(self) -> bool:
+        """Whether later stages start from the aligned mixers: an earlier alignment counts unless the start is made anew."""
+        return "align" in self.stages or ("initialize" not in self.stages and self.path("align").is_file())
+
+    @property
+    def mixers(self) -> str:
+        """The stage whose mixers ``distill`` and ``export`` start from."""
+        return "align" if self.uses_alignment else "initialize"
+
+    def check(self) -> None:
+        """Finds stages whose input neither exists nor is about to be made.
+
+        Raises:
+            ConfigError: in one line.
+        """
+        for stage, before in _NEEDS.items():
+            if stage in self.stages and before not in self.stages and not self.current(before):
+                raise ConfigError(
+                    f"stages has {stage}, but the output of {before} is not in {self.root} (or was made with other "
+                    f"settings); add {before} to stages"
+                )
+        # A later output is used where it exists, so one of other settings must not be.
+        for before, after in (("align", ("distill", "export")), ("distill", ("export",))):
+            made_anew = {"initialize", "align", before} & set(self.stages)
+            read = set(after) & set(self.stages) and not made_anew and self.path(before).is_file()
+            if read and not self.current(before):
+                raise ConfigError(
+                    f"the output of {before} in {self.root / before} was made with other settings; add {before} to "
+                    "stages, or remove that folder to go on without it"
+                )
+
+    def sweep(self) -> None:
+        """Removes what a killed run was writing."""
+        for path in (*self.root.glob(".*.tmp"), *self.root.glob("*/.*.tmp")):
+            path.unlink(missing_ok=True)
+        for path in self.root.glob(".export.*"):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,57 @@
+"""Which outputs of earlier stages a run may use."""
+
+import pytest
+import torch
+
+from tcal_components.checkpoint.stage_files import StageFiles
+from tcal_components.config import ConfigError
+
+PRINTS = {stage: f"of {stage}" for stage in ("measure", "initialize", "align", "distill")}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Files of the given stages, each ready with the present config's fingerprint."""
+
+    def make(stages, *ready):
+        found = StageFiles(tmp_path, stages)
+        found.prints = PRINTS
+        for stage in ready:
+            found.write(stage, {"x": torch.ones(1)})
+        return found
+
+    return make
+
+
+def test_an_output_is_current_if_it_was_made_from_the_present_config(files):
+    found = files(["align"], "initialize")
+    assert found.current("initialize") and not found.current("align")
+    assert found.read("initialize")["x"].item() == 1.0
+    found.prints = {**PRINTS, "initialize": "other settings"}
+    assert not found.current("initialize")
+    with pytest.raises(
+        ConfigError, match="stages has align, but the output of initialize is not in .*; add initialize"
+    ):
+        found.check()
+
+
+def test_an_alignment_of_other_settings_must_be_made_anew_or_go(files):
+    found = files(["distill"], "initialize", "align")
+    found.check()
+    assert found.mixers == "align"
+    found.prints = {**PRINTS, "align": "other settings"}
+    with pytest.raises(
+        ConfigError, match="the output of align in .* was made with other settings; add align to stages"
+    ):
+        found.check()
+    again = files(["initialize", "distill"], "measure", "align")
+    again.check()
+    assert again.mixers == "initialize", "an alignment of the old start does not count"
+
+
+def test_what_a_killed_run_was_writing_goes(files, tmp_path):
+    found = files(["align"], "initialize")
+    (tmp_path / "initialize" / ".mixers.safetensors.1.tmp").write_text("half")
+    (tmp_path / ".export.abc").mkdir()
+    found.sweep()
+    assert [path.name for path in tmp_path.rglob("*")] == ["initialize", "mixers.safetensors"]
