@@ -21,22 +21,19 @@ from torch import Tensor
 from torchtune import config as torchtune_config
 from torchtune import training
 
-from tcal_components.calibration.alignment import AlignConfig
 from tcal_components.calibration.diagnose import diagnose
-from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions, initialize_mixers
+from tcal_components.calibration.initialize import initialize_mixers
 from tcal_components.calibration.resumable import resumable_alignment
 from tcal_components.calibration.statistics import Statistics, measure
-from tcal_components.checkpoint.artifacts import parse_dtype
-from tcal_components.checkpoint.export import check_replaceable, export_hybrid, parse_size
-from tcal_components.checkpoint.export_config import ExportInfo, dropped_features, export_layout
+from tcal_components.checkpoint.export import export_hybrid
+from tcal_components.checkpoint.export_config import ExportInfo, dropped_features
 from tcal_components.checkpoint.fingerprint import fingerprint
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.checkpoint.serving_notes import serving_notes
 from tcal_components.checkpoint.stage_files import StageFiles
 from tcal_components.checkpoint.verify import verify_export
-from tcal_components.config import STAGES, ConfigError, check_stages, one_line_errors, scalar, section
-from tcal_components.distillation import DistillConfig, LinearKL, distill
-from tcal_components.distillation.optimizer import build_optimizer
+from tcal_components.config import STAGES, one_line_errors
+from tcal_components.distillation import LinearKL, distill
 from tcal_components.distributed import gather_full_state_dict, load_full_state_dict, parallelize, to_storage_dtype
 from tcal_components.distributed.environment import startup_report
 from tcal_components.distributed.preemption import Stopped, StopRequest, stop_on_signals
@@ -44,47 +41,10 @@ from tcal_components.evaluation.load import free
 from tcal_components.models.memory import count_parameters, estimate_memory
 from tcal_components.modules.conversion import student_state_dict
 from tcal_components.modules.hybrid_decoder import HybridDecoder
+from tcal_components.pipeline_config import COMPONENTS, KEYS, PipelineConfig
 from tcal_components.precision.float8 import apply_float8
 from tcal_components.reporting import Report, teacher_license, write_model_card
 from tcal_components.workbench import Workbench
-
-
-@dataclasses.dataclass(frozen=True)
-class MeasureConfig:
-    """Section ``measure``: sequences a batch over all processes, and queries a block (memory: heads x block x length)."""
-
-    batch_size: int = 8
-    query_block: int = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class StartConfig(InitializeOptions):
-    """Section ``initialize``: a strategy of the table and its numbers."""
-
-    strategy: str = "taylor"
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportConfig:
-    """Section ``export``: format, type of the weights, size of a shard, and tokens compared when it is reloaded.
-
-    ``base_model`` is the teacher's name on the Hugging Face hub, for the metadata of the model card.
-    """
-
-    format: str = "qwen3_5_text"
-    dtype: str = "bf16"
-    max_shard_size: str = "5GB"
-    verify_tokens: int = 256
-    base_model: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class PrecisionConfig:
-    """Section ``precision``: type of the student's trained weights, and float8 for linear layers of student and teacher."""
-
-    master: str = "fp32"
-    student: str | None = None
-    teacher: str | None = None
 
 
 class TaylorCalibrateKD:
@@ -99,55 +59,13 @@ class TaylorCalibrateKD:
     """
 
     def __init__(self, cfg: DictConfig) -> None:
-        self.stages = check_stages(cfg.get("stages"))
-        # What needs no other part of the config comes first: text takes a while to read.
-        self.measure_config = section(MeasureConfig, cfg.get("measure"), "measure")
-        self.start = section(StartConfig, cfg.get("initialize"), "initialize")
-        self.align_config = section(AlignConfig, cfg.get("align"), "align")
-        self.precision = section(PrecisionConfig, cfg.get("precision"), "precision")
-        self.export_config = section(ExportConfig, cfg.get("export"), "export")
-        self.export_dtype = parse_dtype(self.export_config.dtype, "export.dtype")
-        self.master_dtype = parse_dtype(self.precision.master, "precision.master")
-        self.resume = scalar(cfg, "resume_from_checkpoint", bool, False)
-        self.keep_last = scalar(cfg, "keep_last_checkpoints", int, 2, least=1)
-        self.save_every = scalar(cfg, "save_every", int, 100, least=1)
-        self.checkpointing = scalar(cfg, "enable_activation_checkpointing", bool, False)
-        self.offloading = scalar(cfg, "enable_activation_offloading", bool, False)
-        self.compile = scalar(cfg, "compile", bool, False)
-        if self.start.strategy not in STRATEGIES:
-            raise ConfigError(f"initialize.strategy is '{self.start.strategy}'; allowed: {', '.join(STRATEGIES)}")
-        self.bench = bench = Workbench(
-            cfg,
-            extra_keys=(
-                "stages",
-                "resume_from_checkpoint",
-                "measure",
-                "initialize",
-                "distill",
-                "export",
-                "precision",
-                "keep_last_checkpoints",
-                "save_every",
-                "enable_activation_checkpointing",
-                "enable_activation_offloading",
-                "compile",
-            ),
-            extra_components=("optimizer", "kd_loss", "metric_logger"),
-        )
+        self.config = PipelineConfig(cfg)
+        self.bench = bench = Workbench(cfg, extra_keys=KEYS, extra_components=COMPONENTS)
+        self.config.complete(bench)
         self.cfg, self.ctx, self.out = bench.cfg, bench.ctx, bench.output_dir
-        self.distill_config = section(
-            DistillConfig,
-            cfg.get("distill"),
-            "distill",
-            seq_len=bench.data["training"].seq_len,
-            optimizer=cfg.get("optimizer"),
-            activation_offloading=self.offloading,
-            seed=bench.seed,
-        )
         self.loss = torchtune_config.instantiate(cfg.kd_loss) if cfg.get("kd_loss") else LinearKL()
-        self._check_values()
-        self.files = StageFiles(self.out, self.stages)
-        self.files.prints = self._fingerprints()
+        self.files = StageFiles(self.out, self.config.stages)
+        self.files.prints = self.config.fingerprints(bench, uses_alignment=self.files.uses_alignment)
         self.files.check()
         self._check_machine()
         if self.ctx.is_first:
@@ -170,73 +88,6 @@ class TaylorCalibrateKD:
 
     # ------------------------------------------------------------------------------------------------ stage plumbing
 
-    def _fingerprints(self) -> dict[str, str]:
-        """What each stage's output is made from; a change anywhere upstream changes all that follows."""
-        bench = self.bench
-        measure_ = fingerprint(
-            bench.teacher_fingerprint,
-            bench.data_fingerprint("calibration"),
-            str(self.ctx.dtype),
-            self.precision.teacher,
-        )
-        start = fingerprint(
-            measure_,
-            bench.converted,
-            dataclasses.asdict(bench.gdn),
-            dataclasses.asdict(self.start),
-            bench.data_fingerprint("heldout"),
-            bench.seed,
-        )
-        aligned = fingerprint(start, dataclasses.asdict(self.align_config), bench.data_fingerprint("training"))
-        ready = aligned if self.files.uses_alignment else start
-        loss = dict(self.cfg.kd_loss) if self.cfg.get("kd_loss") else None
-        training_ = {**dataclasses.asdict(self.distill_config), "optimizer": dict(self.cfg.get("optimizer") or {})}
-        for watching in ("eval_every_steps", "save_every_steps", "log_every_steps"):
-            del training_[watching]
-        distilled = fingerprint(
-            ready,
-            training_,
-            dataclasses.asdict(self.precision),
-            loss,
-        )
-        return {"measure": measure_, "initialize": start, "align": aligned, "distill": distilled}
-
-    def _check_values(self) -> None:
-        """What stages would refuse hours later."""
-        bench = self.bench
-        if self.measure_config.batch_size < 1 or self.measure_config.query_block < 1:
-            raise ConfigError(
-                f"measure.batch_size is {self.measure_config.batch_size} and measure.query_block "
-                f"{self.measure_config.query_block}, expected at least 1"
-            )
-        if "align" in self.stages:
-            bench.check_batch_size(self.align_config.batch_size, "align.batch_size")
-        if "distill" in self.stages:
-            bench.check_batch_size(self.distill_config.batch_size, "distill.batch_size")
-            group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.0, "weight_decay": 0.0}
-            try:
-                build_optimizer([group], self.cfg.get("optimizer"))
-            except ValueError as error:
-                raise ConfigError(f"optimizer: {error}") from error
-        for name in ("student", "teacher"):
-            if getattr(self.precision, name) not in (None, "float8"):
-                raise ConfigError(f"precision.{name} is '{getattr(self.precision, name)}'; allowed: float8, null")
-        if "export" in self.stages:
-            parse_size(self.export_config.max_shard_size)
-            check_replaceable(self.out / "export")
-            compared = min(self.export_config.verify_tokens, bench.data["evaluation"].seq_len)
-            if compared < 8:
-                raise ConfigError(
-                    f"export.verify_tokens with validation_dataset.seq_len gives {compared} tokens, expected at least 8"
-                )
-            export_layout(
-                bench.spec,
-                gdn=bench.gdn,
-                retained_layers=bench.retained,
-                format=self.export_config.format,
-                dtype=self.export_dtype,
-            )
-
     def _check_machine(self) -> None:
         """What would fail or mislead hours later: versions, kernels, memory."""
         estimate = estimate_memory(
@@ -244,17 +95,17 @@ class TaylorCalibrateKD:
             retained_layers=self.bench.retained,
             gdn=self.bench.gdn,
             teacher_dtype=self.ctx.dtype,
-            student_dtype=self.master_dtype,
+            student_dtype=self.config.master_dtype,
         )
         self.bench.log(estimate.summary())
         needed = estimate.teacher_bytes
-        if "distill" in self.stages:
+        if "distill" in self.config.stages:
             needed += estimate.student_bytes + estimate.distillation_bytes
         found = startup_report(
             self.ctx,
             # With CPU offload the weights are in host memory, so a GPU's free memory is no measure.
             needed_bytes=None if self.bench.parallel.cpu_offload else needed,
-            float8="float8" in (self.precision.student, self.precision.teacher),
+            float8="float8" in (self.config.precision.student, self.config.precision.teacher),
         )
         for fact in found.facts:
             self.bench.log(fact)
@@ -280,7 +131,7 @@ class TaylorCalibrateKD:
     def teacher(self) -> HybridDecoder:
         """The teacher, read when it is first needed."""
         if self._teacher is None:
-            self._teacher = self.bench.load_teacher(float8=self.precision.teacher == "float8")
+            self._teacher = self.bench.load_teacher(float8=self.config.precision.teacher == "float8")
         return self._teacher
 
     # ------------------------------------------------------------------------------------------------------- stages
@@ -308,7 +159,7 @@ class TaylorCalibrateKD:
             }
         )
         self.report.update({"teacher": {"perplexity": bench.perplexity(self.teacher, label="teacher")}})
-        for stage in self.stages:
+        for stage in self.config.stages:
             getattr(self, stage)()
         self.report.finish()
         if self.exported is not None:
@@ -352,8 +203,8 @@ class TaylorCalibrateKD:
             sums = measure(
                 self.teacher,
                 range(self.bench.spec.num_layers),
-                self.bench.calibration_batches(self.measure_config.batch_size),
-                block_size=self.measure_config.query_block,
+                self.bench.calibration_batches(self.config.measure.batch_size),
+                block_size=self.config.measure.query_block,
                 autocast_dtype=self.ctx.autocast_dtype,
             )
             if self.ctx.world_size > 1:
@@ -371,23 +222,20 @@ class TaylorCalibrateKD:
             return
         bench = self.bench
         statistics = Statistics.load(self.files.path("measure"))
-        options = InitializeOptions(
-            **{f.name: getattr(self.start, f.name) for f in dataclasses.fields(InitializeOptions)}
-        )
         perplexity = {"naive": bench.perplexity(self.teacher, self._naive(), "naive")}
         with self.report.stage("initialize") as clock:
             start = initialize_mixers(
-                self.start.strategy,
+                self.config.start.strategy,
                 statistics=statistics,
-                batches=bench.calibration_batches(self.measure_config.batch_size),
-                heldout_batches=list(bench.calibration_batches(self.measure_config.batch_size, "heldout")),
-                options=options,
+                batches=bench.calibration_batches(self.config.measure.batch_size),
+                heldout_batches=list(bench.calibration_batches(self.config.measure.batch_size, "heldout")),
+                options=self.config.start.options,
                 **self._start_arguments(),
             )
             self._write("initialize", start.weights)
             clock.add_tokens(bench.data["calibration"].num_tokens)
             clock.stop()
-            perplexity["analytic"] = bench.perplexity(self.teacher, start.weights, self.start.strategy)
+            perplexity["analytic"] = bench.perplexity(self.teacher, start.weights, self.config.start.strategy)
             self.report.update({"perplexity": perplexity})
             self.report.replace("initialization", {str(k): v for k, v in start.diagnostics.items()})
             self._describe(start.weights, "before")
@@ -410,12 +258,12 @@ class TaylorCalibrateKD:
         """All converted layers at once, each towards the attention that it replaces."""
         if self._skip("align"):
             return
-        bench, config = self.bench, self.align_config
+        bench, config = self.bench, self.config.align
         stream = bench.stream(
             bench.training_data(config.seq_len, config.text_tokens), config.batch_size, seed=bench.seed
         )
         states = self.out / "align" / "state"
-        if not self.resume:
+        if not self.config.resume:
             RunState(states).clear()
         resumed = RunState(states).latest() is not None
 
@@ -435,8 +283,8 @@ class TaylorCalibrateKD:
                     prepare=bench.prepare,
                     heldout_batches=list(bench.calibration_batches(config.batch_size, "heldout")),
                     config=config,
-                    save_every=self.save_every,
-                    keep_last=self.keep_last,
+                    save_every=self.config.save_every,
+                    keep_last=self.config.keep_last,
                     autocast_dtype=self.ctx.autocast_dtype,
                     log=log,
                     should_stop=stop,
@@ -464,12 +312,12 @@ class TaylorCalibrateKD:
         """End to end: forward KL from the teacher's logits, all parameters."""
         if self._skip("distill"):
             return
-        bench, config = self.bench, self.distill_config
-        state = RunState(self.out / "distill" / "state", keep_last=self.keep_last)
+        bench, config = self.bench, self.config.distill
+        state = RunState(self.out / "distill" / "state", keep_last=self.config.keep_last)
         marker = self.out / "distill" / "fingerprint.txt"
         # The curve in the state has perplexities, so it is of this evaluation text.
         made_of = fingerprint(self.files.prints["distill"], bench.data_fingerprint("evaluation"))
-        resume = self.resume and marker.is_file() and marker.read_text() == made_of
+        resume = self.config.resume and marker.is_file() and marker.read_text() == made_of
         if not resume:
             state.clear()
         if self.ctx.is_first:
@@ -523,16 +371,16 @@ class TaylorCalibrateKD:
         bench = self.bench
         with torch.device("meta"):
             student = torchtune_config.instantiate(self.cfg.model, retained_layers=list(bench.retained))
-        to_storage_dtype(student, self.master_dtype)
-        if self.precision.student == "float8":
+        to_storage_dtype(student, self.config.master_dtype)
+        if self.config.precision.student == "float8":
             layers = apply_float8(student, device=self.ctx.device, sharded=self.ctx.world_size > 1)
             bench.log(layers.summary())
             self.report.replace("float8", {"student": len(layers.converted), "student_left_out": layers.kept})
         student = parallelize(
             student,
             ctx=self.ctx,
-            activation_checkpointing=self.checkpointing,
-            compile=self.compile,
+            activation_checkpointing=self.config.checkpointing,
+            compile=self.config.compile,
             cpu_offload=bench.parallel.cpu_offload,
             reshard_after_forward=bench.parallel.reshard_after_forward,
         )
@@ -547,7 +395,7 @@ class TaylorCalibrateKD:
         bench = self.bench
         folder = self.out / "export"
         source = "distill" if self.files.current("distill") else self.files.mixers
-        made_of = fingerprint(self.files.prints[source], dataclasses.asdict(self.export_config))
+        made_of = fingerprint(self.files.prints[source], dataclasses.asdict(self.config.export))
         earlier = self.report["export"].get("fingerprint")
         if earlier == made_of and self.report.finished("export") and (folder / "README.md").is_file():
             bench.log(f"export: {folder} is up to date, not run again")
@@ -570,9 +418,9 @@ class TaylorCalibrateKD:
                 retained_layers=bench.retained,
                 teacher_dir=bench.teacher_checkpointer.checkpoint_dir,
                 output_dir=folder,
-                dtype=self.export_dtype,
-                format=self.export_config.format,
-                max_shard_size=self.export_config.max_shard_size,
+                dtype=self.config.export_dtype,
+                format=self.config.export.format,
+                max_shard_size=self.config.export.max_shard_size,
             )
             # From meta, and filled where the check computes: random weights for billions of parameters take minutes.
             with torch.device("meta"):
@@ -580,9 +428,9 @@ class TaylorCalibrateKD:
             to_storage_dtype(student, torch.float32).to_empty(device=self.ctx.device)
             student.load_state_dict(weights)
             del weights
-            tokens = bench.data["evaluation"][0]["tokens"][None, : self.export_config.verify_tokens]
+            tokens = bench.data["evaluation"][0]["tokens"][None, : self.config.export.verify_tokens]
             checked = verify_export(folder, student, tokens.to(self.ctx.device), keep_student=False)
-            notes = {"path": str(folder), "format": self.export_config.format, "fingerprint": made_of, **checked}
+            notes = {"path": str(folder), "format": self.config.export.format, "fingerprint": made_of, **checked}
             self.report.update({"export": notes})
         self.ctx.barrier()
 
@@ -592,8 +440,8 @@ class TaylorCalibrateKD:
             self.report.data,
             self.out / "export",
             name=self.out.name,
-            teacher=self.export_config.base_model or folder.name,
-            base_model=self.export_config.base_model,
+            teacher=self.config.export.base_model or folder.name,
+            base_model=self.config.export.base_model,
             license=teacher_license(folder),
             serving_notes=serving_notes(exported),
         )
@@ -603,7 +451,7 @@ class TaylorCalibrateKD:
         found = diagnose(
             self.teacher,
             self.bench.mixers(weights),
-            self.bench.calibration_batches(self.measure_config.batch_size, "heldout"),
+            self.bench.calibration_batches(self.config.measure.batch_size, "heldout"),
             autocast_dtype=self.ctx.autocast_dtype,
         )
         for layer, notes in found.items():

@@ -244,7 +244,7 @@ class Aligner:
         return {
             name: parameter.detach().clone()
             if hasattr(parameter, "full_tensor")
-            else torch.empty_like(parameter, device="cpu", requires_grad=False).copy_(parameter.detach())
+            else parameter.detach().to("cpu", copy=True)
             for name, parameter in self.mixers[str(layer)].named_parameters()
         }
 

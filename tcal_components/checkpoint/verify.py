@@ -76,9 +76,13 @@ def verify_export(
     if relative_tolerance is None:
         relative_tolerance = RELATIVE_TOLERANCE.get(device.type, RELATIVE_TOLERANCE["cuda"])
 
-    with contextlib.ExitStack() as stack, _evaluation(student), quiet_transformers(), torch.no_grad():
-        changed = _changed_tensor(folder, student, layout, dtype)
-        reference = stack.enter_context(_rounded(student, layout, dtype, keep=keep_student))
+    changed = _changed_tensor(folder, student, layout, dtype)  # before the student is rounded
+    with (
+        _evaluation(student),
+        quiet_transformers(),
+        torch.no_grad(),
+        _rounded(student, layout, dtype, keep=keep_student) as reference,
+    ):
         expected = reference(tokens)
         scale = float(expected.abs().max())
         tolerance = relative_tolerance * max(scale, 1.0)
@@ -129,7 +133,7 @@ def _rounded(student: HybridDecoder, layout: HybridLayout, dtype: torch.dtype, *
     Its own weights wait in host memory meanwhile (or are dropped): three float32 copies of a large model do not fit on
     one GPU.
     """
-    originals: dict[str, torch.Tensor] = {}
+    originals: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
         with torch.autocast(tokens.device.type, enabled=False):
@@ -139,12 +143,11 @@ def _rounded(student: HybridDecoder, layout: HybridLayout, dtype: torch.dtype, *
         for name, parameter in student.named_parameters():
             rounded = rounded_parameter(_plain(name), parameter, layout=layout, dtype=dtype)
             if keep:
-                originals[name] = parameter.data.cpu()
+                originals.append((parameter, parameter.data.cpu()))
             parameter.data = rounded
         yield logits
     finally:
-        for name, original in originals.items():
-            parameter = student.get_parameter(name)
+        for parameter, original in originals:
             parameter.data = original.to(parameter.device)
 
 
