@@ -1,4 +1,4 @@
-"""Recovery by distillation from several starts, each over the same grid: how many tokens until the teacher's perplexity is near."""
+"""Recovery by distillation from several starts, each over a grid: how many tokens until the teacher's perplexity is near."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tcal_components.calibration.comparison import fewer_tokens, lower_envelope,
 from tcal_components.checkpoint.artifacts import read_tensors
 from tcal_components.checkpoint.fingerprint import fingerprint
 from tcal_components.checkpoint.run_state import RunState
-from tcal_components.config import ConfigError, check_keys
+from tcal_components.config import ConfigError, check_keys, section
 from tcal_components.distillation.settings import DistillConfig
 from tcal_components.distillation.trainer import NonFiniteLossError, distill
 from tcal_components.distributed import load_full_state_dict, parallelize, to_storage_dtype
@@ -35,12 +35,15 @@ GRID = ("lr", "base_lr", "tokens", "batch_size")
 
 @dataclasses.dataclass(frozen=True)
 class RecoveryConfig:
-    """Section ``recovery``: distillation from some of the cells, each with the same grid.
+    """Section ``recovery``: distillation from some of the cells, each over a grid.
 
-    The grid is the product of ``lr``, ``base_lr``, ``tokens`` and ``batch_size``.
+    The grid is the product of ``lr``, ``base_lr``, ``tokens`` and ``batch_size``, the same for every start unless ``grids``
+    has values of its own for it.
 
     Args:
         starts: ``START/ALIGNMENT`` of the cells, of the first seed.
+        grids: by name in ``starts``, other values of any of ``tokens``, ``batch_size``, ``lr`` and ``base_lr``. A start that
+            needs more tokens wants a longer schedule and other learning rates to be at its best.
         tokens: of a distillation, which is the length of its schedule; one number or a grid.
         batch_size: sequences a step over all processes, one number or a grid; their length is that of ``dataset``.
         micro_batch_size: sequences a forward pass of one process; None, or more than its share, takes all.
@@ -64,10 +67,21 @@ class RecoveryConfig:
     save_every_tokens: int | None = None
     ratios: list[float] = dataclasses.field(default_factory=lambda: [1.5, 1.2, 1.1, 1.05])
     baseline: str | None = None
+    grids: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """One of ``recovery.grids``; None takes the section's own."""
+
+    tokens: int | list[int] | None = None
+    batch_size: int | list[int] | None = None
+    lr: list[float] | None = None
+    base_lr: list[float] | None = None
 
 
 class Recovery:
-    """The distillations of a grid, each finished one a file in ``directory``; started again, the missing ones are made.
+    """The distillations of the grids, each finished one a file in ``directory``; started again, the missing ones are made.
 
     Runs that an earlier grid left in the same folder count too, so that a grid can be refined start by start.
 
@@ -87,22 +101,36 @@ class Recovery:
     ) -> None:
         self.config, self.bench, self.directory, self.seed = config, bench, directory, seed
         self._check(cells)
-        grid = itertools.product(config.lr, config.base_lr, _as_list(config.tokens), _as_list(config.batch_size))
-        self.grid = [self._distill_config(**dict(zip(GRID, values))) for values in grid]
+        own = {name: section(_Grid, grid, f"recovery.grids.{name}") for name, grid in config.grids.items()}
+        self.grids = {name: self._grid(own.get(name)) for name in config.starts}
+
+    def _grid(self, own: _Grid | None) -> list[DistillConfig]:
+        """Every distillation of one start."""
+        given = {key: getattr(own, key, None) for key in GRID}
+        values = [_as_list(getattr(self.config, key) if given[key] is None else given[key]) for key in GRID]
+        if not all(values):
+            raise ConfigError("recovery needs at least one entry in each of starts, lr, base_lr, tokens and batch_size")
+        chosen = dict(zip(GRID, values))
+        for tokens in chosen["tokens"]:
+            if tokens < 1:
+                raise ConfigError(f"recovery.tokens is {tokens}, expected at least 1")
+        for batch_size in chosen["batch_size"]:
+            if batch_size < 1:
+                raise ConfigError(f"recovery.batch_size is {batch_size}, expected at least 1")
+            self.bench.check_batch_size(batch_size, "recovery.batch_size")
+        return [self._distill_config(**dict(zip(GRID, point))) for point in itertools.product(*values)]
 
     def _check(self, cells: list[str]) -> None:
         config = self.config
+        if not config.starts:
+            raise ConfigError("recovery needs at least one entry in each of starts, lr, base_lr, tokens and batch_size")
         for name in config.starts:
             check_keys({name: None}, cells, "recovery.starts")
-        tokens, batch_sizes = _as_list(config.tokens), _as_list(config.batch_size)
-        if not (config.starts and config.lr and config.base_lr and tokens and batch_sizes):
-            raise ConfigError("recovery needs at least one entry in each of starts, lr, base_lr, tokens and batch_size")
-        for key in ("tokens", "batch_size", "eval_every_tokens", "save_every_tokens"):
-            for value in _as_list(getattr(config, key)):
-                if value is not None and value < 1:
-                    raise ConfigError(f"recovery.{key} is {value}, expected at least 1")
-        for batch_size in batch_sizes:
-            self.bench.check_batch_size(batch_size, "recovery.batch_size")
+        check_keys(config.grids, config.starts, "recovery.grids")
+        for key in ("eval_every_tokens", "save_every_tokens"):
+            value = getattr(config, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"recovery.{key} is {value}, expected at least 1")
         if config.baseline is not None and config.baseline not in config.starts:
             raise ConfigError(
                 f"recovery.baseline is {config.baseline!r}, expected one of recovery.starts: {', '.join(config.starts)}"
@@ -140,7 +168,7 @@ class Recovery:
         teacher_perplexity: float,
         write: Callable[[dict[str, Any], dict[str, Any]], None],
     ) -> None:
-        """Distils from each start with the whole grid.
+        """Distils from each start over the whole of its grid.
 
         Args:
             cells: by name, of the first seed: ``start``, ``alignment``, ``tokens``, ``perplexity`` and ``fingerprint``.
@@ -152,7 +180,7 @@ class Recovery:
         found: dict[str, Any] = {}
         for name in self.config.starts:
             cell = cells[name]
-            runs = [self.distill(cell, config, teacher) for config in self.grid]
+            runs = [self.distill(cell, config, teacher) for config in self.grids[name]]
             runs += self._earlier_runs(cell, runs)
             finished = [run for run in runs if run["finished"]] or runs
             best = min(finished, key=lambda run: run["curve"][-1]["perplexity"])

@@ -129,6 +129,13 @@ def test_the_grid_has_lengths_and_batch_sizes(run, tmp_path):
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items()), "what is there is not made again"
 
 
+def test_a_start_may_have_a_grid_of_its_own(run):
+    grids = "recovery.grids={naive/none: {tokens: [256, 512], lr: [3.0e-3]}}"
+    starts = run(TWO_ALIGNMENTS, "recovery.lr=[1.0e-3]", "recovery.tokens=256", grids)["recovery"]["starts"]
+    points = {name: {(r["lr"], r["tokens"]) for r in start["runs"]} for name, start in starts.items()}
+    assert points == {"naive/none": {(3e-3, 256), (3e-3, 512)}, "mine/ours": {(1e-3, 256)}}
+
+
 def test_a_run_that_diverges_is_noted(run, module, monkeypatch):
     original = recovery.distill
 
@@ -147,7 +154,7 @@ def test_a_run_that_diverges_is_noted(run, module, monkeypatch):
 
 def test_intervals_in_tokens_are_at_least_one_step(module, small_config):
     changes = ["recovery.tokens=4096", "recovery.batch_size=[2,3,16]", "recovery.save_every_tokens=1000"]
-    grid = module.AblateInitialization(_changed(small_config("ablate_quickstart"), [*SMALL, *changes])).recovery.grid[
+    grid = module.AblateInitialization(_changed(small_config("ablate_quickstart"), [*SMALL, *changes])).recovery.grids["naive/none"][
         :3
     ]
     assert [(c.batch_size, c.eval_every_steps, c.save_every_steps) for c in grid] == [(2, 2, 8), (3, 1, 5), (16, 1, 1)]
@@ -226,6 +233,9 @@ def test_the_config_of_smollm2_compares_at_the_same_number_of_tokens():
         ("recovery.eval_every_tokens=null", "recovery.eval_every_tokens is None, expected int"),
         ("recovery.save_every_tokens=-5", "recovery.save_every_tokens is -5, expected at least 1"),
         ("recovery.eval_every_steps=4", "unknown key 'eval_every_steps' in recovery"),
+        ("recovery.grids={naive/our: {tokens: 512}}", "unknown key 'naive/our' in recovery.grids .did you mean 'naive/none'"),
+        ("recovery.grids={naive/none: {token: 512}}", "unknown key 'token' in recovery.grids.naive/none"),
+        ("recovery.grids={naive/none: {lr: []}}", "recovery needs at least one entry"),
         ("recovery.lr=[-1.0]", "^recovery.lr is -1.0, expected 0 or more"),
         (
             "recovery.baseline=taylor/ours",
