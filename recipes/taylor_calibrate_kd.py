@@ -42,7 +42,7 @@ from tcal_components.models.memory import count_parameters, estimate_memory
 from tcal_components.modules.conversion import student_state_dict
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.pipeline_config import COMPONENTS, KEYS, PipelineConfig
-from tcal_components.precision.float8 import apply_float8
+from tcal_components.precision.float8 import apply_float8, without_float8
 from tcal_components.reporting import Report, teacher_license, write_model_card
 from tcal_components.workbench import Workbench
 
@@ -357,11 +357,16 @@ class TaylorCalibrateKD:
             clock.add_tokens(result.tokens)
             clock.stop()
             curve = [row for row in result.curve if "perplexity" in row]
+            distilled = curve[-1]["perplexity"]
+            if self.config.precision.student == "float8":  # the export multiplies in its own precision
+                self.report.update({"float8": {"perplexity": distilled}})
+                with without_float8(student):
+                    distilled = bench.perplexity(student, label="without float8")
             start = self.report["perplexity"].get("aligned") or self.report["perplexity"].get("analytic")
             rows = [{"tokens": spent + int(row["tokens"]), "perplexity": row["perplexity"]} for row in curve]
             self.report.replace("recovery_curve", [{"tokens": spent, "perplexity": start}, *rows])
             self.report.update(
-                {"perplexity": {"distilled": curve[-1]["perplexity"]}, "tokens": {"distillation": result.tokens}}
+                {"perplexity": {"distilled": distilled}, "tokens": {"distillation": result.tokens}}
             )
         if stop():
             self._end_early("distill", result.steps, stop)

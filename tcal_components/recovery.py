@@ -42,7 +42,7 @@ class RecoveryConfig:
 
     Args:
         starts: ``START/ALIGNMENT`` of the cells, of the first seed.
-        grids: by name in ``starts``, other values of any of ``tokens``, ``batch_size``, ``lr`` and ``base_lr``. A start that
+        grids: by ``START/ALIGNMENT``, other values of any of ``tokens``, ``batch_size``, ``lr`` and ``base_lr``. A start that
             needs more tokens wants a longer schedule and other learning rates to be at its best.
         tokens: of a distillation, which is the length of its schedule; one number or a grid.
         batch_size: sequences a step over all processes, one number or a grid; their length is that of ``dataset``.
@@ -126,7 +126,7 @@ class Recovery:
             raise ConfigError("recovery needs at least one entry in each of starts, lr, base_lr, tokens and batch_size")
         for name in config.starts:
             check_keys({name: None}, cells, "recovery.starts")
-        check_keys(config.grids, config.starts, "recovery.grids")
+        check_keys(config.grids, cells, "recovery.grids")
         for key in ("eval_every_tokens", "save_every_tokens"):
             value = getattr(config, key)
             if value is not None and value < 1:

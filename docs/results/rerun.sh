@@ -10,7 +10,7 @@ set -euo pipefail
 [ $# -ge 2 ] || { sed -n '2,8p' "$0"; exit 2; }
 teacher=$(realpath "$1") text=$(realpath "$2")
 shift 2
-parts=(uniform select policies float8 seeds recovery evaluate ruler speed speed8b benchmark)
+parts=(uniform select policies float8 ablation steps recovery evaluate ruler speed speed8b benchmark)
 [ $# -gt 0 ] && parts=("$@")
 
 part_of_text() { echo "$1.source=$text/$2.npy $1.subset=null $1.streaming=false $1.skip_tokens=0"; }
@@ -24,12 +24,17 @@ pipeline() { # NAME CHANGE...: 2 M tokens of distillation
   run taylor_calibrate_kd smollm2_135m $data teacher_checkpointer.checkpoint_dir="$teacher" distill.tokens=2_000_000 \
     distill.eval_every_steps=31 output_dir="runs/smollm2_135m_$1" "${@:2}"
 }
-evaluate() { # NAME CHANGE...: of the uniform student
+ablate() { # CONFIG CHANGE...
+  # shellcheck disable=SC2086
+  run ablate_initialization "$1" $data teacher_checkpointer.checkpoint_dir="$teacher" "${@:2}"
+}
+set_of() { echo "{policy: file, path: runs/select_smollm2/$1.json, num_layers: 8}"; }
+evaluate() { # NAME CHANGE...: of the student of kl_guided
   # shellcheck disable=SC2046
   run evaluate_hybrid evaluate_smollm2 $(part_of_text validation_dataset heldout) teacher.checkpoint_dir="$teacher" \
-    students.aligned.weights=runs/smollm2_135m_uniform/align/mixers.safetensors \
-    students.distilled.weights=runs/smollm2_135m_uniform/distill/student.safetensors \
-    students.exported.folder=runs/smollm2_135m_uniform/export output_dir="runs/evaluate_$1" "${@:2}"
+    students.aligned.weights=runs/smollm2_135m_kl_guided/align/mixers.safetensors \
+    students.distilled.weights=runs/smollm2_135m_kl_guided/distill/student.safetensors \
+    students.exported.folder=runs/smollm2_135m_kl_guided/export output_dir="runs/evaluate_$1" "${@:2}"
 }
 
 for part in "${parts[@]}"; do
@@ -42,29 +47,35 @@ for part in "${parts[@]}"; do
       ;;
     policies)
       for policy in ablation single_keep kl_guided alignment_error; do
-        pipeline $policy retain.layers=null \
-          "retain={policy: file, path: runs/select_smollm2/$policy.json, num_layers: 8}"
+        pipeline $policy retain.layers=null "retain=$(set_of $policy)"
       done
       python -m tcal_components.reporting.compare runs/smollm2_135m_{uniform,ablation,single_keep,kl_guided,alignment_error} \
         --output runs/policies --baseline smollm2_135m_uniform
       ;;
     float8)
-      pipeline float8 precision.student=float8
-      pipeline float8_both precision.student=float8 precision.teacher=float8
-      python -m tcal_components.reporting.compare runs/smollm2_135m_{uniform,float8,float8_both} \
-        --output runs/float8 --baseline smollm2_135m_uniform --force
+      pipeline float8 precision.student=float8 retain.layers=null "retain=$(set_of kl_guided)"
+      python -m tcal_components.reporting.compare runs/smollm2_135m_{kl_guided,float8} \
+        --output runs/float8 --baseline smollm2_135m_kl_guided --force
       ;;
-    seeds)
-      run ablate_initialization ablate_smollm2 $data teacher_checkpointer.checkpoint_dir="$teacher" recovery=null
-      ;;
-    recovery)
-      run ablate_initialization ablate_smollm2 $data teacher_checkpointer.checkpoint_dir="$teacher" "ablate.seeds=[0]"
+    ablation) ablate ablate_smollm2 ;;
+    steps) ablate steps_smollm2 ;;
+    recovery) # first what the config's grid was found with; those runs count in the table too
+      for grid in "tokens: [1_000_000], lr: [2.0e-3, 8.0e-3]" "tokens: [1_000_000], base_lr: [1.0e-3]" \
+        "tokens: [1_000_000], batch_size: [2]" "tokens: [2_000_000], lr: [3.0e-3]"; do
+        ablate recover_smollm2 "recovery.starts=[naive/none]" "recovery.grids={naive/none: {$grid}}"
+      done
+      ablate recover_smollm2 "recovery.starts=[naive/none, taylor/short_320]" \
+        "recovery.grids={taylor/short_320: {tokens: [524_288], lr: [5.0e-4]}}"
+      ablate recover_smollm2
       ;;
     evaluate) evaluate quality ;;
-    ruler) evaluate ruler "evaluate=[lm_eval]" students.aligned=null students.distilled=null ;;
+    ruler)
+      evaluate ruler "evaluate=[lm_eval]" students.aligned=null students.distilled=null lm_eval.limit=16 \
+        "lm_eval.max_seq_lengths=[2048]" lm_eval.batch_size=16
+      ;;
     speed) evaluate speed "evaluate=[speed]" students.aligned=null students.exported=null ;;
     speed8b) run evaluate_hybrid speed_qwen3_8b ;;
     benchmark) run benchmark_training benchmark_qwen3_8b ;;
-    *) echo "no part $part; parts: uniform select policies float8 seeds recovery evaluate ruler speed speed8b benchmark"; exit 2 ;;
+    *) echo "no part $part; parts: uniform select policies float8 ablation steps recovery evaluate ruler speed speed8b benchmark"; exit 2 ;;
   esac
 done

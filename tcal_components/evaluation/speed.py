@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchtune import utils
 from tqdm import tqdm
 
 from tcal_components.evaluation.access import device_of, evaluating, final_hidden, head_of, is_transformers, layers_of
 from tcal_components.evaluation.cache_size import measured_cache_bytes, theoretical_cache_bytes
+
+log = utils.get_logger("INFO")
 
 _WARMUP_STEPS = 3
 
@@ -28,7 +31,9 @@ class SpeedResult:
         batch_size: Sequences at once; speeds count the tokens of all of them.
         dtype: Type of weights and caches.
         prefill_tokens_per_second: Forward over ``context`` tokens, logits of the last one only.
-        decode_tokens_per_second: Cached decoding at the end of the context.
+        decode_tokens_per_second: Cached decoding at the end of the context, each kernel launched by the host.
+        graph_tokens_per_second: The same step replayed as one CUDA graph, as servers do: what the GPU itself needs. ``None``
+            on CPU, for a model of transformers, and where the step cannot be captured.
         cache_bytes: Measured on the tensors.
         cache_bytes_theory: By formula.
         peak_memory_gib: Peak of allocated GPU memory, weights included; ``None`` on CPU.
@@ -39,6 +44,7 @@ class SpeedResult:
     dtype: str
     prefill_tokens_per_second: float | None
     decode_tokens_per_second: float | None
+    graph_tokens_per_second: float | None
     cache_bytes: int | None
     cache_bytes_theory: int
     peak_memory_gib: float | None
@@ -161,6 +167,60 @@ def decode_speed(model: nn.Module, tokens: Tensor, *, steps: int, dtype: torch.d
         return seconds, size()
 
 
+def graph_decode_seconds(model: nn.Module, tokens: Tensor, *, steps: int, dtype: torch.dtype) -> float:
+    """Time of a greedy decoding step that is replayed as a CUDA graph: no launch waits for the host.
+
+    The captured step reads the whole context, whatever place it writes, so that every replay does the work of the last step.
+
+    Args:
+        model: A HybridDecoder on a CUDA device.
+        tokens: [B, T]; T is the context at the end.
+        steps: Tokens to decode, the first few of which only warm up.
+        dtype: Type of the caches.
+
+    Returns:
+        float: Seconds a step.
+
+    Raises:
+        RuntimeError: If an operation of the step cannot be captured.
+    """
+    batch_size, context = tokens.shape
+    device = tokens.device
+    last = torch.full((1,), context - 1, device=device)
+    mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, context)
+    token = tokens[:, :1].clone()
+
+    def step() -> None:
+        token.copy_(model(token, mask=mask, input_pos=last)[:, -1].argmax(-1, keepdim=True))
+
+    with _filled_caches(model, batch_size, context, context - steps, dtype):
+        beside = torch.cuda.Stream(device)
+        beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(beside):  # libraries allocate what they keep before the capture
+            for _ in range(_WARMUP_STEPS):
+                step()
+        torch.cuda.current_stream(device).wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        start = _now(device)
+        for _ in range(steps - _WARMUP_STEPS):
+            graph.replay()
+        return (_now(device) - start) / (steps - _WARMUP_STEPS)
+
+
+def _graph_seconds(model: nn.Module, tokens: Tensor, *, steps: int, dtype: torch.dtype) -> float | None:
+    if tokens.device.type != "cuda" or is_transformers(model):
+        return None
+    try:
+        return graph_decode_seconds(model, tokens, steps=steps, dtype=dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        log.warning("speed: no CUDA graph of a decoding step: %s", str(error).splitlines()[0])
+        return None
+
+
 def speed(
     model: nn.Module,
     *,
@@ -207,6 +267,7 @@ def speed(
                 torch.cuda.reset_peak_memory_stats(device)
             prefill = _unless_out_of_memory(prefill_seconds, model, tokens, repeats=repeats)
             decode = _unless_out_of_memory(decode_speed, model, tokens, steps=decode_tokens, dtype=dtype)
+            graph = _unless_out_of_memory(_graph_seconds, model, tokens, steps=decode_tokens, dtype=dtype)
             results.append(
                 SpeedResult(
                     context=context,
@@ -214,6 +275,7 @@ def speed(
                     dtype=str(dtype).removeprefix("torch."),
                     prefill_tokens_per_second=tokens.numel() / prefill if prefill else None,
                     decode_tokens_per_second=batch_size / decode[0] if decode else None,
+                    graph_tokens_per_second=batch_size / graph if graph else None,
                     cache_bytes=decode[1] if decode else None,
                     cache_bytes_theory=theoretical_cache_bytes(
                         model, context=context, batch_size=batch_size, dtype=dtype

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear
 from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -114,6 +117,23 @@ def apply_float8(
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
         convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
     return Float8Layers(tuple(converted), kept)
+
+
+@contextmanager
+def without_float8(model: nn.Module) -> Iterator[None]:
+    """Within it, trained layers multiply in the model's own precision, as the exported weights will be used.
+
+    Args:
+        model: with layers that :func:`apply_float8` converted for training, sharded or not; others are left as they are.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    try:
+        for layer in layers:
+            layer.forward = partial(nn.Linear.forward, layer)
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
 
 
 def _reason_to_keep(name: str, module: nn.Linear, keep: Callable[[str, nn.Linear], bool] | None) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -21,6 +21,11 @@ def short_tokens(value: float) -> str:
         if abs(value) >= limit:
             return f"{value / limit:.3g} {unit}"
     return f"{value:.0f}"
+
+
+def milliseconds_a_step(row: Mapping[str, Any], speed: str) -> float | None:
+    """Time of one decoding step from a row's tokens per second, which count all sequences of the batch."""
+    return 1000 * row.get("batch_size", 1) / row[speed] if row.get(speed) else None
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tcal_components.reporting._format import short_number, table
+from tcal_components.reporting._format import milliseconds_a_step, short_number, table
 
 
 def _models_of(evaluation: Mapping[str, Any], section: str) -> list[str]:
@@ -93,19 +93,23 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     on_gpu = any(row.get("peak_memory_gib") is not None for row in rows)
+    graphs = any(row.get("graph_tokens_per_second") for row in rows)
     body = []
     for row in sorted(rows, key=lambda row: row["context"]):
-        decode = row["decode_tokens_per_second"]
         cells = [
             row["context"],
             row["model"],
             row["prefill_tokens_per_second"],
-            decode,
+            row["decode_tokens_per_second"],
             _bytes(row["cache_bytes"]),
             _bytes(row["cache_bytes_theory"]),
-            1000 * row.get("batch_size", 1) / decode if decode else None,
+            milliseconds_a_step(row, "decode_tokens_per_second"),
         ]
-        body.append((*cells, row.get("peak_memory_gib")) if on_gpu else tuple(cells))
+        if graphs:
+            cells.append(milliseconds_a_step(row, "graph_tokens_per_second"))
+        if on_gpu:
+            cells.append(row.get("peak_memory_gib"))
+        body.append(tuple(cells))
     batch = rows[0].get("batch_size", 1)
     header = (
         "context",
@@ -115,6 +119,7 @@ def _speed(rows: Sequence[Mapping[str, Any]]) -> str:
         "cache, measured",
         "cache, theory",
         "decode (ms a step)",
+        *(("as a CUDA graph (ms a step)",) if graphs else ()),
         *(("peak memory (GiB)",) if on_gpu else ()),
     )
     return f"Batch {batch}, {rows[0].get('dtype', '')}.\n\n" + table(header, body)

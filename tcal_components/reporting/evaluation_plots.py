@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tcal_components.reporting._canvas import SERIES, figure, layer_ticks, log_axis
-from tcal_components.reporting._format import short_number
+from tcal_components.reporting._format import milliseconds_a_step, short_number
 
 
-def _lines(axis: Any, curves: Mapping[str, Iterable[tuple[float, float]]]) -> None:
+def _lines(axis: Any, curves: Mapping[str, Iterable[tuple[float, Any]]]) -> None:
     for index, (name, points) in enumerate(curves.items()):
         colour, line, marker = SERIES[index % len(SERIES)]
         x, y = zip(*points)
@@ -74,7 +74,8 @@ def plot_retrieval(report: Mapping[str, Any], path: Path) -> bool:
                 if row["task"] == task:
                     curves.setdefault(row["model"], []).append((row["distance"], 100 * row["accuracy"]))
             _lines(axis, curves)
-            axis.axhline(100 * rows[0]["chance"], color="#000000", linestyle=":", linewidth=1.2, label="chance")
+            chance = next(row["chance"] for row in rows if row["task"] == task)
+            axis.axhline(100 * chance, color="#000000", linestyle=":", linewidth=1.2, label="chance")
             _context_axis(axis, [x for points in curves.values() for x, _ in points], "distance (tokens)")
             axis.set_ylim(-3, 103)
             axis.set_title(task.replace("_", " "))
@@ -107,18 +108,20 @@ def plot_speed(report: Mapping[str, Any], path: Path) -> bool:
     rows = (report.get("evaluation") or {}).get("speed") or []
     if not rows:
         return False
-    panels: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float]], ...] = (
+    graphs = all(row.get("graph_tokens_per_second") for row in rows)
+    decode, label = (
+        ("graph_tokens_per_second", "decode, CUDA graph (ms a step)")
+        if graphs
+        else ("decode_tokens_per_second", "decode (ms a step)")
+    )
+    panels: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Any]], ...] = (
         ("prefill_tokens_per_second", "prefill (tokens/s)", lambda row: row["prefill_tokens_per_second"]),
-        (
-            "decode_tokens_per_second",
-            "decode (ms a step)",
-            lambda row: 1000 * row.get("batch_size", 1) / row["decode_tokens_per_second"],
-        ),
+        (decode, label, lambda row: milliseconds_a_step(row, decode)),
         ("cache_bytes", "cache (MiB, log scale)", lambda row: row["cache_bytes"] / 2**20),
     )
     with figure(len(panels), width=4.4, height=3.7, path=path) as (fig, axes):
         for axis, (key, label, value_of) in zip(axes, panels):
-            curves: dict[str, list[tuple[float, float]]] = {}
+            curves: dict[str, list[tuple[float, Any]]] = {}
             for row in sorted(rows, key=lambda row: row["context"]):
                 if row[key]:
                     curves.setdefault(row["model"], []).append((row["context"], value_of(row)))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tcal_components.evaluation import speed as speed_module
 from tcal_components.evaluation.cache_size import measured_cache_bytes, theoretical_cache_bytes
 from tcal_components.evaluation.speed import decode_speed, prefill_seconds, speed
 from tcal_components.models._decoder import build_decoder
@@ -80,6 +81,7 @@ def test_measures_our_decoders_and_leaves_them_as_they_were(kind, request):
     for row in rows:
         assert row.prefill_tokens_per_second > 0 and row.decode_tokens_per_second > 0
         assert row.cache_bytes == row.cache_bytes_theory and row.peak_memory_gib is None and row.dtype == "float32"
+        assert row.graph_tokens_per_second is None, "a CUDA graph needs CUDA"
     growth = rows[1].cache_bytes - rows[0].cache_bytes
     attention_layers = 2 if kind == "teacher" else 1
     assert growth == attention_layers * 2 * 2 * 32 * 2 * 8 * 4  # only attention grows with the context
@@ -176,3 +178,26 @@ def test_measures_on_cuda(spec):
     model = build_decoder(spec, retained_layers=[1]).to("cuda", torch.bfloat16)
     (row,) = speed(model, contexts=(128,), decode_tokens=8)
     assert row.dtype == "bfloat16" and row.cache_bytes == row.cache_bytes_theory and row.peak_memory_gib > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["teacher", "hybrid"])
+def test_a_decoding_step_as_a_cuda_graph(kind, request):
+    model = request.getfixturevalue(kind).cuda()
+    (row,) = speed(model, contexts=(64,), batch_size=2, decode_tokens=8, repeats=1)
+    assert row.graph_tokens_per_second > 0
+
+
+def test_a_step_that_cannot_be_captured_is_a_missing_number(hybrid, monkeypatch, caplog):
+    def fail(*args, **options):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(speed_module, "graph_decode_seconds", fail)
+
+    class OnGPU:
+        device = torch.device("cuda")
+
+    assert speed_module._graph_seconds(hybrid, OnGPU(), steps=5, dtype=torch.float32) is None
+    monkeypatch.setattr(speed_module, "graph_decode_seconds", lambda *args, **options: 0.5)
+    assert speed_module._graph_seconds(hybrid, OnGPU(), steps=5, dtype=torch.float32) == 0.5

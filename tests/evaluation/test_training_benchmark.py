@@ -70,7 +70,7 @@ def test_all_variants(recipe, tmp_path, monkeypatch):
     finally:
         torch.compiler.set_stance("default")
     data = json.loads((tmp_path / "benchmark.json").read_text())
-    names = ["bf16", "float8", "dense_loss", "adamw", "no_checkpointing", "align"]
+    names = ["bf16", "float8", "dense_loss", "no_checkpointing", "align", "adamw8bit"]
     assert list(data["variants"]) == names
     rows = data["variants"]
     assert rows["no_checkpointing"]["status"] == "out of memory"
@@ -82,7 +82,7 @@ def test_all_variants(recipe, tmp_path, monkeypatch):
         assert row["tokens_per_second"] == pytest.approx(row["batch_size"] * row["seq_len"] / row["seconds_per_step"])
         assert len(row["step_seconds"]) == row["warm_up"] + row["steps"] and row["expected_gib"] > 0
     # The same weights and data: the dense formula gives the linear one's loss, 8 bits nearly so.
-    assert rows["adamw"]["measured_loss"] != rows["align"]["measured_loss"]
+    assert rows["adamw8bit"]["measured_loss"] != rows["align"]["measured_loss"]
     assert rows["float8"]["measured_loss"] == pytest.approx(rows["bf16"]["measured_loss"], rel=0.2)
     assert data["loss_head"].keys() == {"linear", "chunked_logits", "dense"}
     assert data["world_size"] == 1 and "--config" in data["command"] and data["versions"]["torch"] == torch.__version__

@@ -6,7 +6,7 @@ from torch import nn
 
 from tcal_components.models._decoder import build_decoder
 from tcal_components.models.spec import DecoderSpec
-from tcal_components.precision import RECIPES, apply_float8, float8_problem
+from tcal_components.precision import RECIPES, apply_float8, float8_problem, without_float8
 
 
 def make(intermediate_dim=64):
@@ -68,6 +68,17 @@ def test_frozen_by_emulation_under_no_grad():
     assert not any(parameter.requires_grad for parameter in model.parameters())
     with torch.no_grad():
         assert model(torch.randint(64, (1, 7))).isfinite().all()
+
+
+def test_without_float8_is_the_full_precision_of_the_same_weights():
+    plain, quantised = make(), make()
+    apply_float8(quantised, device="cpu", emulate=True)
+    tokens = torch.randint(64, (2, 16))
+    want, rounded = plain(tokens), quantised(tokens)
+    with without_float8(quantised):
+        assert torch.equal(quantised(tokens), want)
+        quantised(tokens).sum().backward()
+    assert torch.equal(quantised(tokens), rounded) and not torch.equal(rounded, want)
 
 
 def test_mistakes_are_one_line():

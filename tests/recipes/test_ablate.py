@@ -233,7 +233,7 @@ def test_the_config_of_smollm2_compares_at_the_same_number_of_tokens():
         ("recovery.eval_every_tokens=null", "recovery.eval_every_tokens is None, expected int"),
         ("recovery.save_every_tokens=-5", "recovery.save_every_tokens is -5, expected at least 1"),
         ("recovery.eval_every_steps=4", "unknown key 'eval_every_steps' in recovery"),
-        ("recovery.grids={naive/our: {tokens: 512}}", "unknown key 'naive/our' in recovery.grids .did you mean 'naive/none'"),
+        ("recovery.grids={naive/our: {tokens: 512}}", "unknown key 'naive/our' in recovery.grids .did you mean 'naive/ours'"),
         ("recovery.grids={naive/none: {token: 512}}", "unknown key 'token' in recovery.grids.naive/none"),
         ("recovery.grids={naive/none: {lr: []}}", "recovery needs at least one entry"),
         ("recovery.lr=[-1.0]", "^recovery.lr is -1.0, expected 0 or more"),
