@@ -37,6 +37,7 @@ from tcal_components.distillation import LinearKL, distill
 from tcal_components.distributed import gather_full_state_dict, load_full_state_dict, parallelize, to_storage_dtype
 from tcal_components.distributed.environment import startup_report
 from tcal_components.distributed.preemption import Stopped, StopRequest, stop_on_signals
+from tcal_components.evaluation.cache_size import recurrent_state_bytes
 from tcal_components.evaluation.load import free
 from tcal_components.models.memory import count_parameters, estimate_memory
 from tcal_components.modules.conversion import student_state_dict
@@ -153,6 +154,9 @@ class TaylorCalibrateKD:
                     "converted_layers": list(bench.converted),
                     "parameters": total,
                     "mixer_parameters": mixers,
+                    "state_bytes": recurrent_state_bytes(
+                        bench.spec.num_heads, bench.gdn, layers=len(bench.converted), dtype=self.config.export_dtype
+                    ),
                 },
                 "data": {**bench.provenance(), "evaluation_fingerprint": validation},
                 "dropped": dropped_features(bench.spec),
@@ -365,9 +369,7 @@ class TaylorCalibrateKD:
             start = self.report["perplexity"].get("aligned") or self.report["perplexity"].get("analytic")
             rows = [{"tokens": spent + int(row["tokens"]), "perplexity": row["perplexity"]} for row in curve]
             self.report.replace("recovery_curve", [{"tokens": spent, "perplexity": start}, *rows])
-            self.report.update(
-                {"perplexity": {"distilled": distilled}, "tokens": {"distillation": result.tokens}}
-            )
+            self.report.update({"perplexity": {"distilled": distilled}, "tokens": {"distillation": result.tokens}})
         if stop():
             self._end_early("distill", result.steps, stop)
 

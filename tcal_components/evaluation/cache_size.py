@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tcal_components.evaluation.access import is_transformers, layers_of
+from tcal_components.models.spec import GatedDeltaNetSpec
 from tcal_components.modules.gated_delta_net import GatedDeltaNet
 
 
@@ -31,6 +32,29 @@ def gated_delta_net_cache_bytes(
     state = batch_size * heads * key_head_dim * value_head_dim * state_itemsize
     convolution = batch_size * conv_positions * heads * (2 * key_head_dim + value_head_dim) * itemsize
     return state + convolution
+
+
+def recurrent_state_bytes(num_heads: int, gdn: GatedDeltaNetSpec, *, layers: int, dtype: torch.dtype) -> int:
+    """Bytes that the converted layers of a student keep for one sequence, at any context length.
+
+    Args:
+        num_heads: Heads H of a layer.
+        gdn: Its shape, with both head sizes filled in.
+        layers: Number of converted layers.
+        dtype: Type of the convolutions' inputs; the state itself is float32.
+
+    Returns:
+        int: Bytes.
+    """
+    assert gdn.key_head_dim is not None and gdn.value_head_dim is not None
+    return layers * gated_delta_net_cache_bytes(
+        batch_size=1,
+        heads=num_heads,
+        key_head_dim=gdn.key_head_dim,
+        value_head_dim=gdn.value_head_dim,
+        conv_positions=max(gdn.conv_size - 1, 0),
+        itemsize=dtype.itemsize,
+    )
 
 
 def theoretical_cache_bytes(model: nn.Module, *, context: int, batch_size: int = 1, dtype: torch.dtype) -> int:

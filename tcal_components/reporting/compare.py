@@ -132,6 +132,7 @@ def _row(name: str, path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
         "device": report["device"],
         "world_size": report["world_size"],
         "retained_layers": retained,
+        "state_bytes": student.get("state_bytes"),
         "layers": None if retained is None or converted is None else len(retained) + len(converted),
         "teacher_perplexity": teacher,
         "perplexity": perplexity,
@@ -181,10 +182,16 @@ def compare(runs: Mapping[str, tuple[Path, Mapping[str, Any]]], *, baseline: str
     }
 
 
+def states_differ(comparison: Mapping[str, Any]) -> bool:
+    """Whether the runs' students keep states of different size, as with other head sizes or convolutions."""
+    return len({row["state_bytes"] for row in comparison["runs"] if row["state_bytes"]}) > 1
+
+
 def perplexity_table(comparison: Mapping[str, Any]) -> str:
-    """One row a run: layers, perplexities with their ratio to the teacher's, alignment error."""
-    baseline = comparison["baseline"]
+    """One row a run: layers, perplexities with their ratio to the teacher's, alignment error, state where it differs."""
+    baseline, states = comparison["baseline"], states_differ(comparison)
     header = ["run", "layers that keep attention", "teacher", *PERPLEXITIES.values(), "alignment error"]
+    header += ["state a sequence (KiB)"] if states else []
     header += [f"ratio to {baseline}"] if baseline is not None else []
     rows = []
     for row in comparison["runs"]:
@@ -195,6 +202,8 @@ def perplexity_table(comparison: Mapping[str, Any]) -> str:
             text = None if value is None else short_number(value, 4)
             cells.append(f"{text} ({short_number(ratio, 4)}x)" if ratio else text)
         cells.append(None if row["alignment_error"] is None else short_number(row["alignment_error"]))
+        if states:
+            cells.append(None if row["state_bytes"] is None else short_number(row["state_bytes"] / 1024, 4))
         if baseline is not None:
             found = row["ratio_to_baseline"]
             text = f"{short_number(found['ratio'], 4)}x {PERPLEXITIES[found['stage']]}" if found["ratio"] else None

@@ -112,8 +112,21 @@ def _recovery(axis: Any, curves: Mapping[str, Sequence[tuple[float, float]]], te
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
+def _states(axis: Any, points: Sequence[tuple[str, float, float]]) -> None:
+    """Alignment error against what a student keeps for a sequence, one mark a run."""
+    for (name, x, y), (colour, _, marker) in zip(points, cycle(SERIES)):
+        axis.plot([x], [y], color=colour, marker=marker, markersize=7, ls="", label=name)
+    sizes, errors = [x for _, x, _ in points], [y for *_, y in points]
+    _log_x(axis, min(sizes) / 1.2, max(sizes) * 1.2, short_number, most=7)
+    axis.set_ylim(0, max(errors) * 1.15)
+    axis.set_xlabel("state of the converted layers for one sequence (KiB, log scale)")
+    axis.set_ylabel("alignment error, held out")
+    axis.set_title("Error against state size")
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
 def plot_comparison(comparison: Mapping[str, Any], path: Path) -> bool:
-    """Perplexity by stage and, where runs were distilled, against all tokens spent.
+    """Perplexity by stage; where runs were distilled, against all tokens spent; where states differ, error against state.
 
     Args:
         comparison: what :func:`tcal_components.reporting.compare.compare` returned.
@@ -134,13 +147,26 @@ def plot_comparison(comparison: Mapping[str, Any], path: Path) -> bool:
         for row in rows
     }
     curves = {name: points for name, points in curves.items() if points}
-    heights = [0.34 * len(rows) + 1.6] + ([max(3.8, 0.24 * len(curves) + 1.2)] if curves else [])
+    states = [
+        (row["name"], row["state_bytes"] / 1024, row["alignment_error"])
+        for row in rows
+        if row["state_bytes"] and row["alignment_error"]
+    ]
+    if len({size for _, size, _ in states}) < 2:
+        states = []
+    panels = [lambda axis: _stages(axis, rows, teacher)]
+    heights = [0.34 * len(rows) + 1.6]
+    if curves:
+        panels.append(lambda axis: _recovery(axis, curves, teacher))
+        heights.append(max(3.8, 0.24 * len(curves) + 1.2))
+    if states:
+        panels.append(lambda axis: _states(axis, states))
+        heights.append(max(3.4, 0.24 * len(states) + 1.2))
     width = 9.6 + 0.17 * max(0, max(len(row["name"]) for row in rows) - 36)  # names stand on both sides
     with figure(1, width=width, height=sum(heights), path=path) as (fig, (whole,)):
         whole.remove()  # one above the other: side by side, names and legend would leave the axes no room
         fig.get_layout_engine().set(h_pad=0.09)
         axes = fig.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-        _stages(axes[0], rows, teacher)
-        if curves:
-            _recovery(axes[1], curves, teacher)
+        for axis, draw in zip(axes, panels):
+            draw(axis)
     return True

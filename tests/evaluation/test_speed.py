@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tcal_components.evaluation import speed as speed_module
-from tcal_components.evaluation.cache_size import measured_cache_bytes, theoretical_cache_bytes
+from tcal_components.evaluation.cache_size import measured_cache_bytes, recurrent_state_bytes, theoretical_cache_bytes
 from tcal_components.evaluation.speed import decode_speed, prefill_seconds, speed
 from tcal_components.models._decoder import build_decoder
 
@@ -35,6 +35,12 @@ def test_formula_by_hand(hybrid):
     # Layer 1 keeps attention with 2 key/value heads of 8; layer 0 is GDN with 4 heads of 8 x 8 and 3 places of q, k, v.
     expected = 2 * 50 * 2 * 8 * 2 + (4 * 8 * 8 * 4 + 3 * 3 * 4 * 8 * 2)
     assert theoretical_cache_bytes(hybrid, context=50, dtype=torch.bfloat16) == expected
+
+
+def test_the_state_of_all_converted_layers_is_their_cache(spec):
+    model = build_decoder(spec, retained_layers=[], gdn={"conv_size": 2, "key_head_dim": 16, "value_head_dim": 8})
+    want = theoretical_cache_bytes(model, context=50, dtype=torch.bfloat16)
+    assert recurrent_state_bytes(spec.num_heads, model.gdn, layers=spec.num_layers, dtype=torch.bfloat16) == want
 
 
 def test_formula_equals_the_tensors_of_transformers_caches(hf_pair):

@@ -154,9 +154,9 @@ def test_a_run_that_diverges_is_noted(run, module, monkeypatch):
 
 def test_intervals_in_tokens_are_at_least_one_step(module, small_config):
     changes = ["recovery.tokens=4096", "recovery.batch_size=[2,3,16]", "recovery.save_every_tokens=1000"]
-    grid = module.AblateInitialization(_changed(small_config("ablate_quickstart"), [*SMALL, *changes])).recovery.grids["naive/none"][
-        :3
-    ]
+    grid = module.AblateInitialization(_changed(small_config("ablate_quickstart"), [*SMALL, *changes])).recovery.grids[
+        "naive/none"
+    ][:3]
     assert [(c.batch_size, c.eval_every_steps, c.save_every_steps) for c in grid] == [(2, 2, 8), (3, 1, 5), (16, 1, 1)]
     evaluated = [step for step in range(1, 50) if recovery._is_evaluated(step, 16)]
     assert evaluated == [2, 4, 8, 16, 32, 48]
@@ -233,7 +233,10 @@ def test_the_config_of_smollm2_compares_at_the_same_number_of_tokens():
         ("recovery.eval_every_tokens=null", "recovery.eval_every_tokens is None, expected int"),
         ("recovery.save_every_tokens=-5", "recovery.save_every_tokens is -5, expected at least 1"),
         ("recovery.eval_every_steps=4", "unknown key 'eval_every_steps' in recovery"),
-        ("recovery.grids={naive/our: {tokens: 512}}", "unknown key 'naive/our' in recovery.grids .did you mean 'naive/ours'"),
+        (
+            "recovery.grids={naive/our: {tokens: 512}}",
+            "unknown key 'naive/our' in recovery.grids .did you mean 'naive/ours'",
+        ),
         ("recovery.grids={naive/none: {token: 512}}", "unknown key 'token' in recovery.grids.naive/none"),
         ("recovery.grids={naive/none: {lr: []}}", "recovery needs at least one entry"),
         ("recovery.lr=[-1.0]", "^recovery.lr is -1.0, expected 0 or more"),

@@ -85,6 +85,20 @@ def test_output_holds_the_numbers_unrounded_and_the_plot(tmp_path):
     assert pixels.shape[1] == 1440 and 0.005 < (pixels < 0.5).any(axis=-1).mean() < 0.5
 
 
+def test_states_of_different_size_are_a_column_and_a_panel(tmp_path, capsys):
+    import matplotlib.image
+
+    sizes = {"small": 512 * 1024, "large": 1024 * 1024}
+    runs = [_changed(tmp_path / name, FULL, student={"state_bytes": size}) for name, size in sizes.items()]
+    main([*runs, "--output", str(tmp_path / "out")])
+    text = capsys.readouterr().out
+    assert _cells(text, "small")[0][-1] == "512" and _cells(text, "large")[0][-1] == "1 024"
+    main([*runs[:1], "--output", str(tmp_path / "one")])
+    assert "state a sequence" not in capsys.readouterr().out
+    high, low = (matplotlib.image.imread(tmp_path / name / "comparison.png").shape[0] for name in ("out", "one"))
+    assert high > low + 300, "one panel more"
+
+
 def _overlaps(boxes) -> list[tuple[str, str]]:
     return [(a, b) for i, (a, one) in enumerate(boxes) for b, other in boxes[i + 1 :] if one.overlaps(other)]
 
