@@ -10,7 +10,7 @@ from typing import Any
 from tcal_components.reporting._canvas import DARK, LIGHT, MID, SERIES, TEACHER, figure, log_axis
 from tcal_components.reporting._format import short_number, short_tokens, table
 
-_GRID = "Each start has the best run of the same grid for itself, in every column."
+_GRID = "Every column has the best of a start's runs for itself."
 _FEWER = (
     "How many times fewer tokens than {baseline}, each with its best run. '≥': {baseline} has not reached the ratio by the "
     "end of its longest run."
