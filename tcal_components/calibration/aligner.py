@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from tcal_components.calibration.capture import AttentionCapture, capture_batch, student_precision
 from tcal_components.calibration.collectives import all_sum_, world_size
 from tcal_components.calibration.layer_optimizer import AlignConfig, MixerOptimizer
+from tcal_components.calibration.layer_stack import LayerStack
 from tcal_components.calibration.layer_sums import batch_documents
 from tcal_components.calibration.projections import whole
 from tcal_components.modules.hybrid_decoder import HybridDecoder
@@ -73,7 +74,9 @@ class Aligner:
         self.config = config
         self.layers = sorted(int(layer) for layer in mixers)
         self._autocast_dtype = autocast_dtype
-        self._optimizer = MixerOptimizer([mixers[str(layer)] for layer in self.layers], config)
+        chosen = [mixers[str(layer)] for layer in self.layers]
+        self._stack = LayerStack(chosen) if config.stack_layers and LayerStack.fits(chosen) else None
+        self._optimizer = MixerOptimizer(chosen, config, stack=self._stack)
         self.rates = self._optimizer.rates
         self._best = {layer: self._copy(layer) for layer in self.layers}
         self._best_error = {layer: math.inf for layer in self.layers}
@@ -96,20 +99,17 @@ class Aligner:
         """
         valid = batch_documents(batch) >= 0
         errors: list[Tensor] = []
-
-        def train(capture: AttentionCapture) -> None:
-            mixer = self.mixers[str(capture.layer)]
+        if self._stack is not None:
             with torch.enable_grad():
-                error, energy = _error_and_energy(mixer, capture, valid)
-                # The sum over all processes: then the result does not depend on how a batch is split.
-                energy = all_sum_(energy).clamp_min(torch.finfo(energy.dtype).tiny)
-                scale = energy
-                if not self.config.relative:
-                    scale = all_sum_(valid.sum().to(energy.dtype)).clamp_min(1.0) * capture.y.shape[-1]
-                (error / scale).backward()
-            errors.append(error.detach() / energy)
+                errors += self._backward(*self._stacked_error(self._stack, batch, valid), valid)
+        else:
 
-        self._forward(batch, train)
+            def train(capture: AttentionCapture) -> None:
+                with torch.enable_grad():
+                    found = _error_and_energy(self.mixers[str(capture.layer)], capture, valid)
+                    errors.append(self._backward(*found, valid))
+
+            self._forward(batch, train)
         norms = self._optimizer.step(self.step)
         # The one moment at which the host waits for the device.
         values, lengths = torch.stack([all_sum_(torch.stack(errors)).double(), norms.double()]).tolist()
@@ -120,6 +120,41 @@ class Aligner:
             "error": dict(zip(self.layers, values)),
             "grad_norm": dict(zip(self.layers, lengths)),
         }
+
+    def _backward(self, error: Tensor, energy: Tensor, valid: Tensor) -> Tensor:
+        """Gradients of one layer or, with a first dimension, of all; returns the relative error of this process's share."""
+        # The sum over all processes: then the result does not depend on how a batch is split.
+        energy = all_sum_(energy).clamp_min(torch.finfo(energy.dtype).tiny)
+        scale = energy
+        if not self.config.relative:
+            scale = all_sum_(valid.sum().to(energy.dtype)).clamp_min(1.0) * self.teacher.spec.embed_dim
+        (error / scale).sum().backward()
+        return error.detach() / energy
+
+    def _stacked_error(self, stack: LayerStack, batch: Batch, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """As :func:`_error_and_energy`, of all layers: shape [L] each."""
+        seen: list[AttentionCapture] = []
+        self._forward(batch, seen.append)
+        x, y = (torch.stack([getattr(capture, name) for capture in seen]) for name in ("x", "y"))
+        with student_precision(y):
+            output = stack(x, input_pos=seen[0].input_pos)
+        return _squares(output, y, valid)
+
+    def _errors(self, batch: Batch) -> Tensor:
+        """Sums |student - y|^2 and |y|^2 of every layer, shape [L, 2]."""
+        valid = batch_documents(batch) >= 0
+        if self._stack is not None:
+            return torch.stack(self._stacked_error(self._stack, batch, valid), dim=-1)
+        rows: list[Tensor] = []
+
+        def add(capture: AttentionCapture) -> None:
+            mixer = self.mixers[str(capture.layer)]
+            rows.append(torch.stack(_error_and_energy(mixer, capture, valid)))
+            if isinstance(mixer, FSDPModule):
+                mixer.reshard()  # FSDP2 keeps a root's gathered weights after a forward without backward
+
+        self._forward(batch, add)
+        return torch.stack(rows)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> dict[int, float]:
@@ -137,21 +172,10 @@ class Aligner:
             ValueError: no batch.
             FloatingPointError: an error that is not finite.
         """
-        sums: dict[int, Tensor] = {}
-        for batch in batches:
-            valid = batch_documents(batch) >= 0
-
-            def add(capture: AttentionCapture, valid: Tensor = valid) -> None:
-                mixer = self.mixers[str(capture.layer)]
-                part = torch.stack(_error_and_energy(mixer, capture, valid)).double()
-                sums[capture.layer] = sums.get(capture.layer, 0.0) + part
-                if isinstance(mixer, FSDPModule):
-                    mixer.reshard()  # FSDP2 keeps a root's gathered weights after a forward without backward
-
-            self._forward(batch, add)
+        sums = [self._errors(batch).double() for batch in batches]
         if not sums:
             raise ValueError("alignment needs at least one held-out batch to choose weights by, but none was given")
-        totals = all_sum_(torch.stack([sums[layer] for layer in self.layers]))
+        totals = all_sum_(torch.stack(sums).sum(dim=0))
         values = (totals[:, 0] / totals[:, 1].clamp_min(torch.finfo(torch.float64).tiny)).tolist()
         self._check_finite(values, "held-out")
         result = dict(zip(self.layers, values))
@@ -264,6 +288,12 @@ def _error_and_energy(mixer: nn.Module, capture: AttentionCapture, valid: Tensor
     """Sums |student(x) - y|^2 and |y|^2 over the tokens that are no padding, in at least float32."""
     with student_precision(capture.y):
         output = mixer(capture.x, input_pos=capture.input_pos)
-    dtype = torch.promote_types(capture.y.dtype, torch.float32)
-    y = capture.y.to(dtype) * valid[..., None]
-    return (output.to(dtype) * valid[..., None] - y).square().sum(), y.square().sum()
+    return _squares(output, capture.y, valid)
+
+
+def _squares(output: Tensor, y: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over tokens and features [..., B, T, E]; ``valid`` is [B, T]."""
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    y = y.to(dtype) * valid[..., None]
+    error = output.to(dtype) * valid[..., None] - y
+    return error.square().sum((-3, -2, -1)), y.square().sum((-3, -2, -1))

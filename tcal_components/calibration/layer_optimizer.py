@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tcal_components.calibration.collectives import all_sum_, world_size
+from tcal_components.calibration.layer_stack import LayerStack
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 # Marks on parameters (`_no_weight_decay`) are lost by deepcopy, assigning loads and fully_shard; names are not.
@@ -49,6 +50,8 @@ class AlignConfig:
         polish_tokens: training text of the polish, over all processes.
         polish_pulls: strengths of the pull to the trained W_o, relative to the mean diagonal; chosen in each layer.
         polish_gamma: ``sequential``: share of the student's drift from the teacher that each layer is asked to undo.
+        stack_layers: compute all layers at once (:class:`~tcal_components.calibration.layer_stack.LayerStack`), which small
+            batches gain from and which keeps the activations of all layers. Sharded layers never are.
         fixed_sequences: train (and polish) on these few sequences again and again, as published; None takes fresh text.
 
     Raises:
@@ -74,6 +77,7 @@ class AlignConfig:
     polish_tokens: int = 131_072
     polish_pulls: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
     polish_gamma: float = 0.5
+    stack_layers: bool = False
     fixed_sequences: int | None = None
 
     def __post_init__(self) -> None:
@@ -223,18 +227,26 @@ class MixerOptimizer:
     Args:
         mixers: the layers; their parameters are trained.
         config: numbers of the run.
+        stack: of these mixers; then its parameters are trained, of which theirs are views.
     """
 
-    def __init__(self, mixers: Iterable[nn.Module], config: AlignConfig) -> None:
+    def __init__(self, mixers: Iterable[nn.Module], config: AlignConfig, *, stack: LayerStack | None = None) -> None:
         mixers = list(mixers)
-        self._config, self.rates = config, learning_rates(mixers, config)
+        self._config, self.rates, self._stacked = config, learning_rates(mixers, config), stack is not None
+        # Where a mixer's parameter lies in the stack.
+        self._rows: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}
+        if stack is not None:
+            for index, mixer in enumerate(mixers):
+                for name, parameter in mixer.named_parameters():
+                    self._rows[parameter] = (stack.get_parameter(name), index)
+        modules = mixers if stack is None else [stack]
         self._layers: list[list[nn.Parameter]] = []
         groups: dict[tuple[Any, Any], dict[str, Any]] = {}
-        for mixer in mixers:
-            for name, parameter in mixer.named_parameters():
+        for module in modules:
+            for name, parameter in module.named_parameters():
                 parameter.requires_grad_(name.split(".")[0] not in config.frozen)
-            self._layers.append([parameter for parameter in mixer.parameters() if parameter.requires_grad])
-            for group in parameter_groups(mixer, config, self.rates):
+            self._layers.append([parameter for parameter in module.parameters() if parameter.requires_grad])
+            for group in parameter_groups(module, config, self.rates):
                 merged = groups.setdefault((group["peak_lr"], group["weight_decay"]), {**group, "params": []})
                 merged["params"] += group["params"]
         self._parameters = [parameter for group in groups.values() for parameter in group["params"]]
@@ -275,6 +287,14 @@ class MixerOptimizer:
         if self._sharded:
             sharded = [torch.nn.utils.clip_grad_norm_(layer, limit) for layer in self._layers]
             return torch.stack([norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in sharded])
+        if self._stacked:
+            stacked = _gradients(self._layers[0])
+            norms = torch.stack([torch.linalg.vector_norm(part.flatten(1), dim=1) for part in stacked]).norm(dim=0)
+            if limit != math.inf:
+                factors = (limit / (norms + 1e-6)).clamp(max=1.0)
+                for gradient in stacked:
+                    gradient.mul_(factors.view(-1, *(1,) * (gradient.ndim - 1)))
+            return norms
         gradients = [_gradients(layer) for layer in self._layers]
         parts = torch.stack(torch._foreach_norm([gradient for layer in gradients for gradient in layer]))
         norms = torch.stack([torch.linalg.vector_norm(part) for part in parts.split([len(g) for g in gradients])])
@@ -301,9 +321,13 @@ class MixerOptimizer:
                 for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
                     gradient.copy_(part.view_as(gradient))
 
-    def moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Running means of one parameter's gradient and squared gradient."""
-        return {name: self._adamw.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")}
+    def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Running means of the gradient and squared gradient of one parameter of a mixer."""
+        names = ("exp_avg", "exp_avg_sq")
+        if self._stacked:
+            stacked, row = self._rows[parameter]
+            return {name: self._adamw.state[stacked][name][row] for name in names}
+        return {name: self._adamw.state[parameter][name] for name in names}
 
     def set_steps(self, steps: int) -> None:
         """Sets AdamW's own counters after its moments were loaded."""

@@ -56,6 +56,22 @@ def set_identity_conv_(conv: ShortConvolution) -> None:
     conv.weight[..., -1] = 1.0
 
 
+def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """Log decay ``-exp(A_log) * softplus(a + dt_bias)``.
+
+    Args:
+        a (Tensor): input-dependent part, shape [..., H].
+        A_log (Tensor): shape [H].
+        dt_bias (Tensor): shape [H].
+
+    Returns:
+        Tensor: negative, shape [..., H], float32 (float64 for float64 inputs).
+    """
+    dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+    # The sum widens `a` within its own kernel.
+    return -A_log.to(dtype).exp() * F.softplus(a + dt_bias.to(dtype))
+
+
 class DecayParameters(nn.Module):
     """Log decay of each head: ``g = -exp(A_log) * softplus(a + dt_bias)``, in float32.
 
@@ -87,9 +103,7 @@ class DecayParameters(nn.Module):
         Returns:
             Tensor: log decay, negative, shape [..., H], float32 (float64 for float64 inputs).
         """
-        dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
-        # The sum widens `a` within its own kernel.
-        return -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias.to(dtype))
+        return log_decay(a, self.A_log, self.dt_bias)
 
 
 class GatedHeadRMSNorm(nn.Module):

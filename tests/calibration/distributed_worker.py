@@ -61,7 +61,8 @@ def run(job, rank, world_size, *, sharded):
         if aligner.step == 2:
             saved.update(copy.deepcopy(aligner.state_dict()))
 
-    arguments = {"config": CONFIG, "progress": False}
+    # Plain layers of two ranks are stacked, sharded ones cannot be, one process goes layer by layer: all the same numbers.
+    arguments = {"config": dataclasses.replace(CONFIG, stack_layers=world_size > 1), "progress": False}
     aligned = align(teacher, mixers, batches, batches[:2], on_step=save, **arguments)
     resumed = align(teacher, mixers, batches[2:], batches[:2], resume=saved, **arguments)
     polished = {}

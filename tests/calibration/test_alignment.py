@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import io
 import itertools
 
@@ -14,6 +15,11 @@ from tcal_components.modules.conversion import build_mixers, load_mixers
 
 LAYERS = [0, 2]
 CONFIG = AlignConfig(steps=12, batch_size=4, seq_len=32, lr=6e-3, projection_lr=2e-3, warmup_steps=2, eval_every=4)
+
+
+@pytest.fixture(params=[False, True], ids=["layer by layer", "stacked"])
+def config(request):
+    return dataclasses.replace(CONFIG, stack_layers=request.param)
 
 
 @pytest.fixture
@@ -51,12 +57,12 @@ def relative_error(teacher, mixers, batches, layer):
     return error / energy
 
 
-def test_alignment_lowers_the_held_out_error_of_every_layer(teacher, make_mixers, stream, heldout):
+def test_alignment_lowers_the_held_out_error_of_every_layer(config, teacher, make_mixers, stream, heldout):
     logged = []
     mixers = make_mixers()
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     result = align(
-        teacher, mixers, stream(), heldout, config=CONFIG, progress=False, log=lambda m, step: logged.append((step, m))
+        teacher, mixers, stream(), heldout, config=config, progress=False, log=lambda m, step: logged.append((step, m))
     )
     assert [point["step"] for point in result.curve] == [0, 4, 8, 12]
     for layer in LAYERS:
@@ -75,11 +81,11 @@ def test_alignment_lowers_the_held_out_error_of_every_layer(teacher, make_mixers
     assert "align/heldout_error/2" in logged[0][1] and logged[0][0] == 0
 
 
-def test_one_step_equals_the_written_out_computation(teacher, make_mixers, make_batch):
+def test_one_step_equals_the_written_out_computation(config, teacher, make_mixers, make_batch):
     batch = make_batch(7, rows=4, lengths=[12, 20])
     batch["document"][:2, -20:] = -1  # padding must not count
     mixers, reference = make_mixers(), make_mixers()
-    aligner = Aligner(teacher=teacher, mixers=mixers, config=CONFIG)
+    aligner = Aligner(teacher=teacher, mixers=mixers, config=config)
     measured = aligner.train_step(batch)
     for layer in LAYERS:
         seen, mixer = [], reference[str(layer)]
@@ -101,8 +107,8 @@ def test_one_step_equals_the_written_out_computation(teacher, make_mixers, make_
 
 
 @pytest.mark.parametrize("stop", [1, 4, 7])
-def test_resumed_run_equals_the_unbroken_one(teacher, make_mixers, stream, heldout, stop):
-    unbroken = align(teacher, make_mixers(), stream(), heldout, config=CONFIG, progress=False)
+def test_resumed_run_equals_the_unbroken_one(config, teacher, make_mixers, stream, heldout, stop):
+    unbroken = align(teacher, make_mixers(), stream(), heldout, config=config, progress=False)
     file = io.BytesIO()
 
     class Stop(Exception):
@@ -114,11 +120,11 @@ def test_resumed_run_equals_the_unbroken_one(teacher, make_mixers, stream, heldo
             raise Stop
 
     with pytest.raises(Stop):
-        align(teacher, make_mixers(), stream(), heldout, config=CONFIG, progress=False, on_step=save)
+        align(teacher, make_mixers(), stream(), heldout, config=config, progress=False, on_step=save)
     file.seek(0)
     state = torch.load(file, weights_only=True)
     assert state["progress"]["step"] == stop
-    resumed = align(teacher, make_mixers(), stream(stop), heldout, config=CONFIG, progress=False, resume=state)
+    resumed = align(teacher, make_mixers(), stream(stop), heldout, config=config, progress=False, resume=state)
     assert resumed.curve == unbroken.curve and resumed.error == unbroken.error and resumed.tokens == unbroken.tokens
     for name, value in unbroken.weights.items():
         assert torch.equal(value, resumed.weights[name]), name
@@ -135,9 +141,9 @@ def test_state_of_another_student_is_refused(teacher, make_mixers):
         aligner.load_state_dict(state)
 
 
-def test_each_layer_keeps_the_weights_that_measured_best(teacher, make_mixers, stream, heldout):
+def test_each_layer_keeps_the_weights_that_measured_best(config, teacher, make_mixers, stream, heldout):
     mixers = make_mixers()
-    aligner = Aligner(teacher=teacher, mixers=mixers, config=CONFIG)
+    aligner = Aligner(teacher=teacher, mixers=mixers, config=config)
     data, snapshots, errors = stream(), {}, {}
     for step in range(4):
         with torch.no_grad():
@@ -180,8 +186,8 @@ def test_schedule():
     assert values[4:] == sorted(values[4:], reverse=True)
 
 
-def test_a_loss_that_is_not_finite_names_layer_and_step(teacher, make_mixers, stream, heldout):
-    aligner = Aligner(teacher=teacher, mixers=make_mixers(), config=CONFIG)
+def test_a_loss_that_is_not_finite_names_layer_and_step(config, teacher, make_mixers, stream, heldout):
+    aligner = Aligner(teacher=teacher, mixers=make_mixers(), config=config)
     data = stream()
     aligner.train_step(next(data))
     with torch.no_grad():
@@ -192,16 +198,16 @@ def test_a_loss_that_is_not_finite_names_layer_and_step(teacher, make_mixers, st
         aligner.evaluate(heldout)
 
 
-def test_bf16_teacher_with_fp32_masters(teacher, make_mixers, stream, heldout):
-    config = AlignConfig(steps=4, warmup_steps=1, eval_every=4)
+def test_bf16_teacher_with_fp32_masters(config, teacher, make_mixers, stream, heldout):
+    config = AlignConfig(steps=4, warmup_steps=1, eval_every=4, stack_layers=config.stack_layers)
     mixers = make_mixers()
     result = align(teacher, mixers, stream(), heldout, config=config, progress=False, autocast_dtype=torch.bfloat16)
     assert all(value.dtype == torch.float32 for value in result.weights.values())
     assert all(result.error[layer]["last"] < result.error[layer]["first"] for layer in LAYERS)
 
 
-def test_no_steps_keep_the_start(teacher, make_mixers, stream, heldout):
-    config = AlignConfig(steps=0)
+def test_no_steps_keep_the_start(config, teacher, make_mixers, stream, heldout):
+    config = AlignConfig(steps=0, stack_layers=config.stack_layers)
     result = align(teacher, make_mixers(), stream(), heldout, config=config, progress=False)
     for name, value in make_mixers().named_parameters():
         assert torch.equal(result.weights[f"layers.{name[0]}.attn.{name[2:]}"], value)
