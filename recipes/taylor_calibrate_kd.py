@@ -104,7 +104,9 @@ class TaylorCalibrateKD:
             needed += estimate.student_bytes + estimate.distillation_bytes
         float8 = "float8" in (self.config.precision.student, self.config.precision.teacher)
         if float8 and not self.config.compile:  # docs/results/benchmark_qwen3_8b
-            self.bench.log("float8: without compile=true the steps of Qwen3-8B were slower than in bf16, by half on an H200")
+            self.bench.log(
+                "float8: without compile=true the steps of Qwen3-8B were slower than in bf16, by half on an H200"
+            )
         found = startup_report(
             self.ctx,
             # With CPU offload the weights are in host memory, so a GPU's free memory is no measure.
