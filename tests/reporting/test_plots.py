@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tcal_components.reporting import Report, write_plots
+from tcal_components.reporting.evaluation_plots import plot_retrieval
 from tcal_components.reporting.plots import plot_recovery, plot_report
 
 
@@ -39,6 +40,20 @@ def test_every_plot_is_drawn_and_has_ink(report, tmp_path):
         # In grey, too, there is more than one tone beside the paper.
         grey = (pixels @ np.array([0.299, 0.587, 0.114])).round(1)
         assert len(np.unique(grey)) >= 4, name
+
+
+def test_every_retrieval_task_has_its_own_chance_level(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    levels, draw = [], Axes.axhline
+    monkeypatch.setattr(Axes, "axhline", lambda self, y, **style: (levels.append(y), draw(self, y, **style))[1])
+    rows = [
+        {"task": task, "model": "teacher", "distance": distance, "accuracy": 0.5, "chance": chance}
+        for task, chance in (("needle", 0.25), ("copy", 0.001))
+        for distance in (512, 1024)
+    ]
+    assert plot_retrieval({"evaluation": {"retrieval": rows}}, tmp_path / "retrieval.png")
+    assert levels == [25.0, 0.1]
 
 
 def test_nothing_to_show_writes_nothing(tmp_path, config):
