@@ -36,7 +36,7 @@ class SpeedResult:
             on CPU, for a model of transformers, and where the step cannot be captured.
         cache_bytes: Measured on the tensors.
         cache_bytes_theory: By formula.
-        peak_memory_gib: Peak of allocated GPU memory, weights included; ``None`` on CPU.
+        peak_memory_gib: Peak of allocated GPU memory in prefill and decoding, weights included; ``None`` on CPU.
     """
 
     context: int
@@ -267,6 +267,7 @@ def speed(
                 torch.cuda.reset_peak_memory_stats(device)
             prefill = _unless_out_of_memory(prefill_seconds, model, tokens, repeats=repeats)
             decode = _unless_out_of_memory(decode_speed, model, tokens, steps=decode_tokens, dtype=dtype)
+            peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
             graph = _unless_out_of_memory(_graph_seconds, model, tokens, steps=decode_tokens, dtype=dtype)
             results.append(
                 SpeedResult(
@@ -280,7 +281,7 @@ def speed(
                     cache_bytes_theory=theoretical_cache_bytes(
                         model, context=context, batch_size=batch_size, dtype=dtype
                     ),
-                    peak_memory_gib=torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+                    peak_memory_gib=peak,
                 )
             )
     return results
