@@ -34,7 +34,7 @@ from tcal_components.checkpoint.stage_files import StageFiles
 from tcal_components.checkpoint.verify import verify_export
 from tcal_components.config import STAGES, one_line_errors
 from tcal_components.distillation import LinearKL, distill
-from tcal_components.distributed import gather_full_state_dict, load_full_state_dict, parallelize, to_storage_dtype
+from tcal_components.distributed import gather_full_state_dict
 from tcal_components.distributed.environment import startup_report
 from tcal_components.distributed.preemption import Stopped, StopRequest, stop_on_signals
 from tcal_components.evaluation.cache_size import recurrent_state_bytes
@@ -196,7 +196,8 @@ class TaylorCalibrateKD:
             found["aligned"] = bench.perplexity(self.teacher, self.files.read("align"), "aligned")
         if "distill" in kept:
             student = self._build_student(self.files.read("distill") if self.ctx.is_first else {})
-            found["distilled"] = bench.perplexity(student, label="distilled")
+            with without_float8(student):  # as after the distillation
+                found["distilled"] = bench.perplexity(student, label="distilled")
             first, *_, last = self.report["recovery_curve"]
             first["perplexity"] = found.get("aligned", found.get("analytic"))
             last["perplexity"] = found["distilled"]
@@ -381,23 +382,14 @@ class TaylorCalibrateKD:
     def _build_student(self, weights: dict[str, Tensor]) -> HybridDecoder:
         """The hybrid with these weights (read by the first process), ready to train."""
         bench = self.bench
-        with torch.device("meta"):
-            student = torchtune_config.instantiate(self.cfg.model, retained_layers=list(bench.retained))
-        to_storage_dtype(student, self.config.master_dtype)
+        student = bench.student_on_meta(self.config.master_dtype)
         if self.config.precision.student == "float8":
             layers = apply_float8(student, device=self.ctx.device, sharded=self.ctx.world_size > 1)
             bench.log(layers.summary())
             self.report.replace("float8", {"student": len(layers.converted), "student_left_out": layers.kept})
-        student = parallelize(
-            student,
-            ctx=self.ctx,
-            activation_checkpointing=self.config.checkpointing,
-            compile=self.config.compile,
-            cpu_offload=bench.parallel.cpu_offload,
-            reshard_after_forward=bench.parallel.reshard_after_forward,
+        return bench.spread(
+            student, weights, activation_checkpointing=self.config.checkpointing, compile=self.config.compile
         )
-        load_full_state_dict(student, weights, ctx=self.ctx, cpu_offload=bench.parallel.cpu_offload)
-        return student
 
     def export(self) -> None:
         """A Hugging Face folder, reloaded by transformers and compared with the student."""
@@ -434,10 +426,7 @@ class TaylorCalibrateKD:
                 format=self.config.export.format,
                 max_shard_size=self.config.export.max_shard_size,
             )
-            # From meta, and filled where the check computes: random weights for billions of parameters take minutes.
-            with torch.device("meta"):
-                student = torchtune_config.instantiate(self.cfg.model, retained_layers=list(bench.retained))
-            to_storage_dtype(student, torch.float32).to_empty(device=self.ctx.device)
+            student = bench.student_on_meta(torch.float32).to_empty(device=self.ctx.device)  # where the check computes
             student.load_state_dict(weights)
             del weights
             tokens = bench.data["evaluation"][0]["tokens"][None, : self.config.export.verify_tokens]

@@ -23,7 +23,6 @@ from tcal_components.checkpoint.run_state import RunState
 from tcal_components.config import ConfigError, check_keys, section
 from tcal_components.distillation.settings import DistillConfig
 from tcal_components.distillation.trainer import NonFiniteLossError, distill
-from tcal_components.distributed import load_full_state_dict, parallelize, to_storage_dtype
 from tcal_components.modules.conversion import student_state_dict
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.reporting import write_json
@@ -102,14 +101,20 @@ class Recovery:
         self.config, self.bench, self.directory, self.seed = config, bench, directory, seed
         self._check(cells)
         own = {name: section(_Grid, grid, f"recovery.grids.{name}") for name, grid in config.grids.items()}
-        self.grids = {name: self._grid(own.get(name)) for name in config.starts}
+        self.grids = {}
+        for name in config.starts:
+            try:
+                self.grids[name] = self._grid(own.get(name))
+            except ConfigError as error:  # `recovery.lr` of a start's own grid
+                mine = f"recovery.grids.{name}: " if name in own else ""
+                raise ConfigError(f"{mine}{error}") from error
 
     def _grid(self, own: _Grid | None) -> list[DistillConfig]:
         """Every distillation of one start."""
         given = {key: getattr(own, key, None) for key in GRID}
         values = [_as_list(getattr(self.config, key) if given[key] is None else given[key]) for key in GRID]
         if not all(values):
-            raise ConfigError("recovery needs at least one entry in each of starts, lr, base_lr, tokens and batch_size")
+            raise ConfigError("recovery needs at least one entry in each of lr, base_lr, tokens and batch_size")
         chosen = dict(zip(GRID, values))
         for tokens in chosen["tokens"]:
             if tokens < 1:
@@ -123,7 +128,7 @@ class Recovery:
     def _check(self, cells: list[str]) -> None:
         config = self.config
         if not config.starts:
-            raise ConfigError("recovery needs at least one entry in each of starts, lr, base_lr, tokens and batch_size")
+            raise ConfigError("recovery.starts is empty, expected START/ALIGNMENT of at least one cell")
         for name in config.starts:
             check_keys({name: None}, cells, "recovery.starts")
         check_keys(config.grids, cells, "recovery.grids")
@@ -289,12 +294,7 @@ class Recovery:
         weights: dict[str, Tensor] = {}
         if bench.ctx.is_first:
             weights = student_state_dict(bench.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY], mixers)
-        with torch.device("meta"):
-            student = torchtune_config.instantiate(bench.cfg.model, retained_layers=list(bench.retained))
-        to_storage_dtype(student, torch.float32)
-        student = parallelize(student, ctx=bench.ctx)
-        load_full_state_dict(student, weights, ctx=bench.ctx)
-        return student
+        return bench.spread(bench.student_on_meta(torch.float32), weights)
 
 
 def read_cell(path: Path, made_of: str) -> dict[str, Any] | None:

@@ -248,16 +248,46 @@ class Workbench:
         sharded = self.ctx.world_size > 1
         if float8 and sharded:
             self.log(apply_float8(teacher, device=self.ctx.device, frozen=True, sharded=True).summary())
-        teacher = parallelize(
-            teacher,
-            ctx=self.ctx,
-            cpu_offload=self.parallel.cpu_offload,
-            reshard_after_forward=self.parallel.reshard_after_forward,
-        )
-        load_full_state_dict(teacher, weights, ctx=self.ctx, cpu_offload=self.parallel.cpu_offload)
+        teacher = self.spread(teacher, weights)
         if float8 and not sharded:
             self.log(apply_float8(teacher, device=self.ctx.device, frozen=True).summary())
         return teacher.eval().requires_grad_(False)
+
+    def student_on_meta(self, dtype: torch.dtype) -> HybridDecoder:
+        """The hybrid without weights, for :meth:`spread`: random ones of billions of parameters would take minutes.
+
+        Args:
+            dtype: of its parameters.
+
+        Returns:
+            HybridDecoder: on the meta device.
+        """
+        with torch.device("meta"):
+            student: HybridDecoder = torchtune_config.instantiate(self.cfg.model, retained_layers=list(self.retained))
+        to_storage_dtype(student, dtype)
+        return student
+
+    def spread(self, model: HybridDecoder, weights: Mapping[str, Tensor], **options: bool) -> HybridDecoder:
+        """A model of the meta device over the processes as section ``parallel`` says, with its weights.
+
+        Args:
+            model: on the meta device.
+            weights: read by the first process; others may give none.
+            **options: ``activation_checkpointing`` and ``compile`` of :func:`~tcal_components.distributed.parallelize`.
+
+        Returns:
+            HybridDecoder: on this process's device.
+        """
+        offload = self.parallel.cpu_offload
+        model = parallelize(
+            model,
+            ctx=self.ctx,
+            cpu_offload=offload,
+            reshard_after_forward=self.parallel.reshard_after_forward,
+            **options,
+        )
+        load_full_state_dict(model, weights, ctx=self.ctx, cpu_offload=offload)
+        return model
 
     def mixers(self, weights: Mapping[str, Tensor] | None = None) -> nn.ModuleDict:
         """Mixers of the converted layers on this device, float32.

@@ -98,21 +98,22 @@ class Aligner:
             FloatingPointError: the loss of a layer is no longer finite.
         """
         valid = batch_documents(batch) >= 0
-        errors: list[Tensor] = []
         if self._stack is not None:
             with torch.enable_grad():
-                errors += self._backward(*self._stacked_error(self._stack, batch, valid), valid)
+                errors = self._backward(*self._stacked_error(self._stack, batch, valid), valid)
         else:
+            found: list[Tensor] = []
 
             def train(capture: AttentionCapture) -> None:
                 with torch.enable_grad():
-                    found = _error_and_energy(self.mixers[str(capture.layer)], capture, valid)
-                    errors.append(self._backward(*found, valid))
+                    sums = _error_and_energy(self.mixers[str(capture.layer)], capture, valid)
+                    found.append(self._backward(*sums, valid))
 
             self._forward(batch, train)
+            errors = torch.stack(found)
         norms = self._optimizer.step(self.step)
         # The one moment at which the host waits for the device.
-        values, lengths = torch.stack([all_sum_(torch.stack(errors)).double(), norms.double()]).tolist()
+        values, lengths = torch.stack([all_sum_(errors).double(), norms.double()]).tolist()
         self._check_finite(values, "training")
         self.step += 1
         self.tokens += batch["tokens"].numel() * world_size()
