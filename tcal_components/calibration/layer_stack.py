@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcal_components.modules.gated_delta_net import GatedDeltaNet, log_decay
+from tcal_components.modules.gated_delta_net import GatedDeltaNet
 from tcal_components.ops.documents import document_boundaries
-from tcal_components.ops.gated_delta_rule import gated_delta_rule
+from tcal_components.ops.gated_delta_rule import gated_delta_rule, log_decay
 from tcal_components.ops.gated_norm import gated_rms_norm
 from tcal_components.ops.short_conv import short_conv
 

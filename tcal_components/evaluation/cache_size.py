@@ -52,7 +52,7 @@ def recurrent_state_bytes(num_heads: int, gdn: GatedDeltaNetSpec, *, layers: int
         heads=num_heads,
         key_head_dim=gdn.key_head_dim,
         value_head_dim=gdn.value_head_dim,
-        conv_positions=max(gdn.conv_size - 1, 0),
+        conv_positions=gdn.conv_size,
         itemsize=dtype.itemsize,
     )
 
@@ -81,7 +81,7 @@ def theoretical_cache_bytes(model: nn.Module, *, context: int, batch_size: int =
                 heads=mixer.num_heads,
                 key_head_dim=mixer.key_head_dim,
                 value_head_dim=mixer.value_head_dim,
-                conv_positions=max(mixer.conv_size - 1, 0),
+                conv_positions=mixer.conv_size,
                 itemsize=itemsize,
                 state_itemsize=8 if dtype == torch.float64 else 4,
             )
@@ -106,7 +106,6 @@ def _transformers_layers(config: Any, context: int, batch_size: int, itemsize: i
                 heads=config.linear_num_value_heads,
                 key_head_dim=config.linear_key_head_dim,
                 value_head_dim=config.linear_value_head_dim,
-                # transformers keeps as many positions as the kernel is wide, one more than the next step reads.
                 conv_positions=config.linear_conv_kernel_dim,
                 itemsize=itemsize,
             )

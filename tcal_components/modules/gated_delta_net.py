@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from tcal_components.modules.gated_delta_net_cache import GatedDeltaNetCache
 from tcal_components.ops.documents import Documents, document_boundaries
-from tcal_components.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+from tcal_components.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_step, log_decay
 from tcal_components.ops.gated_norm import gated_rms_norm
-from tcal_components.ops.short_conv import short_conv
+from tcal_components.ops.short_conv import short_conv, short_conv_step
 
 
 class ShortConvolution(nn.Module):
@@ -54,22 +54,6 @@ def set_identity_conv_(conv: ShortConvolution) -> None:
     """Sets the taps of ``conv`` to the identity, in place: 1 at the current token, 0 before it."""
     conv.weight.zero_()
     conv.weight[..., -1] = 1.0
-
-
-def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """Log decay ``-exp(A_log) * softplus(a + dt_bias)``.
-
-    Args:
-        a (Tensor): input-dependent part, shape [..., H].
-        A_log (Tensor): shape [H].
-        dt_bias (Tensor): shape [H].
-
-    Returns:
-        Tensor: negative, shape [..., H], float32 (float64 for float64 inputs).
-    """
-    dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
-    # The sum widens `a` within its own kernel.
-    return -A_log.to(dtype).exp() * F.softplus(a + dt_bias.to(dtype))
 
 
 class DecayParameters(nn.Module):
@@ -307,21 +291,30 @@ class GatedDeltaNet(nn.Module):
         q, k, v = (
             self._convolved(name, x, documents, cache).unflatten(-1, (self.num_heads, -1)) for name in ("q", "k", "v")
         )
-        g = self.decay(self.a_proj(x))
-        b = self.b_proj(x)
-        beta = b.to(g.dtype).sigmoid()
-        if cache is None:
-            return gated_delta_rule(q, k, v, g=g, beta=beta, documents=documents)[0]
-        state = cache.read("state", batch)
-        final: Tensor | None
-        if length == 1:
-            o, final = gated_delta_rule_step(q[:, 0], k[:, 0], v[:, 0], g=g[:, 0], beta=beta[:, 0], state=state)
-            o = o.unsqueeze(1)
-        else:
-            o, final = gated_delta_rule(
-                q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, documents=documents
+        a, b = self.a_proj(x), self.b_proj(x)
+        if cache is not None and length == 1:
+            o, state = gated_delta_rule_step(
+                *(token[:, 0] for token in (q, k, v, a, b)),
+                A_log=self.decay.A_log,
+                dt_bias=self.decay.dt_bias,
+                state=cache.state_before(batch),
             )
-        cache.write("state", final)
+            cache.set_state(state)
+            return o.unsqueeze(1)
+        g = self.decay(a)
+        o, final = gated_delta_rule(
+            q,
+            k,
+            v,
+            g=g,
+            beta=b.to(g.dtype).sigmoid(),
+            initial_state=None if cache is None else cache.state_before(batch),
+            output_final_state=cache is not None,
+            documents=documents,
+        )
+        if cache is not None:
+            assert final is not None
+            cache.set_state(final)
         return o
 
     def _convolved(self, name: str, x: Tensor, documents: Documents | None, cache: GatedDeltaNetCache | None) -> Tensor:
@@ -331,8 +324,10 @@ class GatedDeltaNet(nn.Module):
             return F.silu(projected)
         if cache is None:
             return conv(projected, documents=documents)[0]
-        buffer = f"{name}_conv_state"
-        initial = cache.read(buffer, x.shape[0])
-        out, state = conv(projected, documents=documents, initial_state=initial, output_final_state=True)
-        cache.write(buffer, state)
+        batch, length, _ = x.shape
+        if length == 1 and not torch.is_grad_enabled():
+            return short_conv_step(projected, conv.weight, window=cache.window(name, batch))
+        before = cache.inputs_before(name, batch)
+        out, inputs = conv(projected, documents=documents, initial_state=before, output_final_state=True)
+        cache.set_inputs(name, inputs)
         return out

@@ -25,6 +25,22 @@ def _compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """Log decay ``-exp(A_log) * softplus(a + dt_bias)``.
+
+    Args:
+        a (Tensor): input-dependent part, shape [..., H].
+        A_log (Tensor): shape [H].
+        dt_bias (Tensor): shape [H].
+
+    Returns:
+        Tensor: negative, shape [..., H], float32 (float64 for float64 inputs).
+    """
+    dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+    # The sum widens `a` within its own kernel.
+    return -A_log.to(dtype).exp() * F.softplus(a + dt_bias.to(dtype))
+
+
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -181,25 +197,33 @@ def _chunked(
 
 
 def gated_delta_rule_step(
-    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, state: Tensor
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One decoding step of the gated delta rule in plain PyTorch.
+    """One decoding step of the gated delta rule, gates included: decoding is bound by the number of kernels.
+
+    Without gradients, CUDA tensors of at most 32 bits go to one kernel of flash-linear-attention, all others through
+    PyTorch.
 
     Args:
         q (Tensor): query, shape [B, H, K]; normalised and scaled inside, like k.
         k (Tensor): key, shape [B, H, K].
         v (Tensor): value, shape [B, H, V].
-        g (Tensor): log decay, shape [B, H].
-        beta (Tensor): write gate, shape [B, H].
+        a (Tensor): what the decay depends on, see :func:`log_decay`, shape [B, H].
+        b (Tensor): write gate before its sigmoid, shape [B, H].
+        A_log (Tensor): shape [H].
+        dt_bias (Tensor): shape [H].
         state (Tensor): state before the token, shape [B, H, K, V], float32 or float64.
 
     Returns:
         tuple[Tensor, Tensor]: output, shape [B, H, V], in the dtype of ``v``; the new state, shape [B, H, K, V].
     """
-    dtype = _compute_dtype(q, k, v, g, beta, state)
+    if q.device.type == "cuda" and not torch.is_grad_enabled() and state.dtype == torch.float32:
+        return _fla_gated_delta_rule_step(q, k, v, a, b, A_log, dt_bias, state)
+    dtype = _compute_dtype(q, k, v, a, b, state)
     with torch.autocast(q.device.type, enabled=False):
         out_dtype = v.dtype
-        q, k, v, g, beta, state = (x.to(dtype) for x in (q, k, v, g, beta, state))
+        q, k, v, a, b, state = (x.to(dtype) for x in (q, k, v, a, b, state))
+        g, beta = log_decay(a, A_log, dt_bias), b.sigmoid()
         q, k = _l2norm(q) * q.shape[-1] ** -0.5, _l2norm(k)
         state = state * g.exp()[..., None, None]
         read = (k.unsqueeze(-2) @ state).squeeze(-2)
@@ -260,6 +284,29 @@ def _fla_gated_delta_rule(
         if state is not None:
             state = state.index_select(0, packed.last)
     return o, state
+
+
+@torch.compiler.disable
+def _fla_gated_delta_rule_step(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    step = fla_function("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
+    q, k, v, a, b = (x.unsqueeze(1) for x in (q, k, v, a, b))
+    o, state = step(
+        q,
+        k,
+        v,
+        g=a,
+        beta=b,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+    )
+    return o.squeeze(1), state
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> None:

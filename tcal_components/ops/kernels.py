@@ -19,6 +19,7 @@ from typing import Any
 _LAUNCH: dict[str, tuple[dict[str, int], int, int]] = {
     "fla.modules.causal_conv1d.ops.causal_conv1d_fwd_kernel": ({"BD": 32}, 4, 3),
     "fla.modules.causal_conv1d.ops.causal_conv1d_bwd_kernel": ({"BD": 32}, 4, 3),
+    "fla.modules.causal_conv1d.ops.causal_conv1d_update_kernel": ({"BD": 64}, 4, 3),
     "fla.modules.norm.l2norm.l2norm_fwd_kernel": ({"BT": 32}, 4, 3),
     "fla.modules.norm.l2norm.l2norm_bwd_kernel": ({"BT": 32}, 4, 3),
     "fla.modules.norm.fused_norm_gate.layer_norm_gated_fwd_kernel": ({"BT": 16}, 4, 3),

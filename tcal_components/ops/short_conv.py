@@ -95,6 +95,29 @@ def short_conv(
     return y.to(x.dtype), state
 
 
+def short_conv_step(x: Tensor, weight: Tensor, *, window: Tensor) -> Tensor:
+    """The convolution of :func:`short_conv` at one more token, for decoding without gradients.
+
+    CUDA tensors go through one kernel of flash-linear-attention, all others through PyTorch.
+
+    Args:
+        x (Tensor): input, shape [B, 1, C].
+        weight (Tensor): taps, shape [C, 1, W].
+        window (Tensor): the last W inputs, oldest first, shape [B, C, W], contiguous; changed in place.
+
+    Returns:
+        Tensor: output, shape [B, 1, C], in the dtype of ``x``.
+    """
+    taps = weight.squeeze(1)
+    if _use_fla(x):
+        return _fla_short_conv_step(x, taps, window)
+    window.copy_(torch.cat([window[..., 1:], x.mT.to(window.dtype)], dim=-1))
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    with torch.autocast(x.device.type, enabled=False):
+        y = F.silu((window.to(dtype) * taps.to(dtype)).sum(-1))
+    return y.unsqueeze(1).to(x.dtype)
+
+
 def _use_fla(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype != torch.float64
 
@@ -111,3 +134,10 @@ def _fla_short_conv(x: Tensor, taps: Tensor, documents: Documents | None) -> Ten
         kwargs = {"cu_seqlens": packed.cu_seqlens, "cu_seqlens_cpu": packed.cu_seqlens_cpu}
     y, _ = causal_conv1d(x=x.contiguous(), weight=taps, activation="silu", **kwargs)
     return y.squeeze(0).unflatten(0, (batch, length)) if packed is not None else y
+
+
+@torch.compiler.disable
+def _fla_short_conv_step(x: Tensor, taps: Tensor, window: Tensor) -> Tensor:
+    update = fla_function("fla.modules.causal_conv1d", "causal_conv1d_update")
+    y: Tensor = update(x=x, cache=window, weight=taps, activation="silu")[0]
+    return y

@@ -32,8 +32,8 @@ def test_formula_equals_the_tensors_of_our_caches(spec, retained, gdn, dtype):
 
 
 def test_formula_by_hand(hybrid):
-    # Layer 1 keeps attention with 2 key/value heads of 8; layer 0 is GDN with 4 heads of 8 x 8 and 3 places of q, k, v.
-    expected = 2 * 50 * 2 * 8 * 2 + (4 * 8 * 8 * 4 + 3 * 3 * 4 * 8 * 2)
+    # Layer 1 keeps attention with 2 key/value heads of 8; layer 0 is GDN with 4 heads of 8 x 8 and 4 places of q, k, v.
+    expected = 2 * 50 * 2 * 8 * 2 + (4 * 8 * 8 * 4 + 4 * 3 * 4 * 8 * 2)
     assert theoretical_cache_bytes(hybrid, context=50, dtype=torch.bfloat16) == expected
 
 

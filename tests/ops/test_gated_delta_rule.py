@@ -126,17 +126,38 @@ def test_strong_decay_is_finite_and_right(delta_rule_inputs, naive_gated_delta_r
     assert all(x.isfinite().all() for x in actual.values())
 
 
-def test_step_equals_the_recurrence(delta_rule_inputs, naive_gated_delta_rule, relative):
-    inputs = {name: x.detach() for name, x in delta_rule_inputs(length=5).items()}
-    expected, expected_state = naive_gated_delta_rule(**inputs)
-    state = inputs.pop("initial_state")
+@torch.no_grad()
+def _stepwise(inputs, naive_gated_delta_rule, *, device="cpu", dtype=torch.float64):
+    """Outputs and state of single steps from random gates, and the float64 recurrence's."""
+    length, heads = inputs["q"].shape[1:3]
+    a, b = torch.randn(2, 2, length, heads, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    A_log, dt_bias = torch.linspace(-1.0, 1.0, heads).double(), torch.linspace(-2.0, 0.5, heads).double()
+    gates = {"g": -A_log.exp() * torch.nn.functional.softplus(a + dt_bias), "beta": b.sigmoid()}
+    expected = naive_gated_delta_rule(**{name: x.detach() for name, x in (inputs | gates).items()})
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    tokens = [x.detach().to(device, dtype) for x in (*(inputs[name] for name in "qkv"), a, b)]
+    state, A_log, dt_bias = (x.detach().to(device, state_dtype) for x in (inputs["initial_state"], A_log, dt_bias))
     outputs = []
-    for t in range(5):
-        q, k, v, g, beta = (x[:, t] for x in inputs.values())
-        o, state = gated_delta_rule_step(q, k, v, g=g, beta=beta, state=state)
+    for t in range(length):
+        o, state = gated_delta_rule_step(*(x[:, t] for x in tokens), A_log=A_log, dt_bias=dt_bias, state=state)
+        assert o.dtype == dtype and state.dtype == state_dtype
         outputs.append(o)
-    assert relative(torch.stack(outputs, 1), expected) <= 1e-12
-    assert relative(state, expected_state) <= 1e-12
+    return (torch.stack(outputs, 1).cpu().double(), state.cpu().double()), expected
+
+
+def test_steps_equal_the_recurrence(delta_rule_inputs, naive_gated_delta_rule, relative):
+    actual, expected = _stepwise(delta_rule_inputs(length=5), naive_gated_delta_rule)
+    assert all(relative(x, y) <= 1e-12 for x, y in zip(actual, expected))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("value_dim", [64, 128])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+def test_steps_of_the_kernel(dtype, tolerance, value_dim, delta_rule_inputs, naive_gated_delta_rule, relative):
+    inputs = delta_rule_inputs(length=5, key_dim=128, value_dim=value_dim)
+    actual, expected = _stepwise(inputs, naive_gated_delta_rule, device="cuda", dtype=dtype)
+    assert all(relative(x, y) <= tolerance for x, y in zip(actual, expected))
 
 
 def test_half_precision_is_computed_in_float32_also_under_autocast(delta_rule_inputs, relative):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tcal_components.ops import documents_from_starts, short_conv
+from tcal_components.ops import documents_from_starts, short_conv, short_conv_step
 
 
 def _inputs(length=12, width=4, channels=3, seed=0):
@@ -49,6 +49,32 @@ def test_state_continues_a_run(cut, relative):
     tail, state = short_conv(x[:, cut:], weight, initial_state=state, output_final_state=True)
     assert relative(torch.cat([head, tail], dim=1), whole) <= 1e-14
     assert torch.equal(state, final)
+
+
+@torch.no_grad()
+def _stepwise(x, weight, *, after):
+    """The tokens after the first ``after``, one by one; a window of W inputs, the oldest of which is never read."""
+    window = torch.cat([torch.full_like(x[:, :1], float("nan")), x[:, after - 3 : after]], dim=1).mT.contiguous()
+    steps = [short_conv_step(x[:, t : t + 1], weight, window=window) for t in range(after, x.shape[1])]
+    return torch.cat(steps, dim=1), window
+
+
+def test_steps_continue_a_run(relative):
+    x, weight = (t.detach() for t in _inputs())
+    out, window = _stepwise(x, weight, after=5)
+    assert relative(out, short_conv(x, weight)[0][:, 5:]) <= 1e-14
+    assert torch.equal(window.mT, x[:, -4:])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
+def test_steps_of_the_kernel(dtype, tolerance, relative):
+    x, weight = (t.detach().to(dtype) for t in _inputs(channels=192))
+    expected = short_conv(x.double(), weight.double())[0][:, 5:]
+    out, window = _stepwise(x.cuda(), weight.cuda(), after=5)
+    assert relative(out.cpu().double(), expected) <= tolerance
+    assert torch.equal(window.mT.cpu(), x[:, -4:])
 
 
 def test_nothing_is_read_over_a_start(relative):
