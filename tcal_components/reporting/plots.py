@@ -151,7 +151,11 @@ _MARKED_POINTS = 24
 
 
 def plot_recovery(report: Mapping[str, Any], path: Path) -> bool:
-    """Perplexity against all tokens spent; ``recovery_curve`` holds rows, or one list of rows a name."""
+    """Perplexity against all tokens spent; ``recovery_curve`` holds rows, or one list of rows a name.
+
+    Drawn as what is missing to the teacher, in per cent, where every point misses something: near the teacher, where the
+    curves are to be told apart, perplexity itself shows nothing.
+    """
     curves = report.get("recovery_curve") or {}
     if isinstance(curves, list):
         curves = {"student": curves}
@@ -163,23 +167,31 @@ def plot_recovery(report: Mapping[str, Any], path: Path) -> bool:
     if not curves:
         return False
     teacher = (report.get("teacher") or {}).get("perplexity")
-    values = [y for points in curves.values() for _, y in points] + ([teacher] if teacher else [])
+    values = [y for points in curves.values() for _, y in points]
+    label = "held-out perplexity (log scale)"
+    if above := bool(teacher and min(values) > teacher):
+        curves = {name: [(x, 100 * (y / teacher - 1)) for x, y in points] for name, points in curves.items()}
+        values = [100 * (y / teacher - 1) for y in values]
+        label = "above the teacher's perplexity (%, log scale)"
+    elif teacher:
+        values.append(teacher)
     with figure(1, width=8.0, path=path) as (_, (axis,)):
         for (name, points), (colour, line, marker) in zip(curves.items(), SERIES * (1 + len(curves) // len(SERIES))):
             x, y = zip(*points)
             # Markers a fixed distance apart where they would cover the line.
             every = 0.06 if len(points) > _MARKED_POINTS else None
             axis.plot(x, y, color=colour, linestyle=line, marker=marker, markersize=4.5, markevery=every, label=name)
-        if teacher:
-            label = f"teacher: {short_number(teacher)}"
-            axis.axhline(teacher, color=TEACHER, linestyle="--", linewidth=1.3, label=label)
+        if teacher and not above:
+            axis.axhline(
+                teacher, color=TEACHER, linestyle="--", linewidth=1.3, label=f"teacher: {short_number(teacher)}"
+            )
         axis.set_xscale("log")
         log_axis(axis, min(values) / 1.12, max(values) * 1.15)
         axis.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
         axis.xaxis.set_minor_formatter(lambda value, _: "")
         axis.set_xlabel("tokens spent: calibration + alignment + distillation (log scale)")
-        axis.set_ylabel("held-out perplexity (log scale)")
-        axis.set_title("Recovery")
+        axis.set_ylabel(label)
+        axis.set_title(f"Recovery (teacher: {short_number(teacher)})" if teacher and above else "Recovery")
         axis.legend(loc="upper right")
     return True
 

@@ -81,6 +81,23 @@ def test_named_recovery_curves(report, tmp_path):
     assert plot_recovery(report.data, tmp_path / "p.png")
 
 
+@pytest.mark.parametrize("teacher, drawn", [(8.0, [1150.0, 150.0]), (25.0, [100.0, 20.0]), (None, [100.0, 20.0])])
+def test_recovery_is_what_is_missing_to_the_teacher(report, tmp_path, monkeypatch, teacher, drawn):
+    from matplotlib.axes import Axes
+
+    lines, plot = [], Axes.plot
+
+    def record(axis, x, y, **style):
+        lines.append(list(y))
+        return plot(axis, x, y, **style)
+
+    monkeypatch.setattr(Axes, "plot", record)
+    report.data["recovery_curve"] = [{"tokens": 10, "perplexity": 100.0}, {"tokens": 1000, "perplexity": 20.0}]
+    report.data["teacher"]["perplexity"] = teacher
+    assert plot_recovery(report.data, tmp_path / "p.png")
+    assert lines == [pytest.approx(drawn)]
+
+
 def test_long_recovery_curves_keep_markers_apart(report, tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
