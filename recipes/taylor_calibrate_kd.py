@@ -105,7 +105,7 @@ class TaylorCalibrateKD:
         float8 = "float8" in (self.config.precision.student, self.config.precision.teacher)
         if float8 and not self.config.compile:  # docs/results/benchmark_qwen3_8b
             self.bench.log(
-                "float8: without compile=true the steps of Qwen3-8B were slower than in bf16, by half on an H200"
+                "float8: compile=true would help; Qwen3-8B took 4.2 s a step without, 2.0 with, 2.8 in bf16 (H200)"
             )
         found = startup_report(
             self.ctx,
