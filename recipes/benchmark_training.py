@@ -23,7 +23,6 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils
 
 from tcal_components.calibration.selection import RetainConfig, resolve_retained
-from tcal_components.checkpoint.artifacts import parse_dtype
 from tcal_components.config import ConfigError, check_component, check_keys, one_line_errors, scalar, section
 from tcal_components.distributed import ParallelContext
 from tcal_components.distributed.environment import startup_report
@@ -34,6 +33,7 @@ from tcal_components.evaluation.training_variants import Variant
 from tcal_components.models.memory import count_parameters
 from tcal_components.models.spec import GatedDeltaNetSpec
 from tcal_components.ops.kernels import tune_kernels
+from tcal_components.precision.dtypes import parse_dtype
 from tcal_components.reporting import config_sha256, device_description, package_versions, write_json
 from tcal_components.reporting._format import short_number, table
 

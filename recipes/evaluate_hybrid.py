@@ -27,6 +27,7 @@ from tcal_components.evaluation.retrieval import retrieval
 from tcal_components.evaluation.settings import MEASUREMENTS, SECTIONS
 from tcal_components.evaluation.speed import speed
 from tcal_components.ops.kernels import tune_kernels
+from tcal_components.precision.dtypes import parse_dtype
 from tcal_components.reporting import Report
 
 _KEYS = [
@@ -111,7 +112,7 @@ def check_config(cfg: DictConfig) -> Run:
         settings=settings,
         sources=sources,
         device=device,
-        dtype=training.get_dtype(cfg.get("dtype", "fp32"), device),
+        dtype=parse_dtype(scalar(cfg, "dtype", str, "fp32"), "dtype"),
         tokenizer=tokenizer,
         dataset=dataset,
         longest=max(needs.get(name, 0) for name in measurements),

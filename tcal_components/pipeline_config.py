@@ -9,13 +9,13 @@ from omegaconf import DictConfig
 
 from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions
 from tcal_components.calibration.layer_optimizer import AlignConfig
-from tcal_components.checkpoint.artifacts import parse_dtype
 from tcal_components.checkpoint.export import check_replaceable, parse_size
 from tcal_components.checkpoint.export_config import export_layout
 from tcal_components.checkpoint.fingerprint import fingerprint
 from tcal_components.config import ConfigError, check_stages, scalar, section
 from tcal_components.distillation import DistillConfig
 from tcal_components.distillation.optimizer import build_optimizer
+from tcal_components.precision.dtypes import parse_dtype
 from tcal_components.workbench import Workbench
 
 # Top-level keys besides those of every recipe, and the components among them.

@@ -19,7 +19,6 @@ from torchtune import training, utils
 
 from tcal_components.calibration.layer_optimizer import AlignConfig
 from tcal_components.calibration.selection import RetainConfig, resolve_retained
-from tcal_components.checkpoint.artifacts import parse_dtype
 from tcal_components.checkpoint.fingerprint import folder_fingerprint
 from tcal_components.config import (
     ConfigError,
@@ -38,6 +37,7 @@ from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
 from tcal_components.modules.conversion import build_mixers, converted, load_mixers
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.ops.kernels import tune_kernels
+from tcal_components.precision.dtypes import parse_dtype
 from tcal_components.precision.float8 import apply_float8
 
 log = utils.get_logger("INFO")

@@ -20,6 +20,7 @@ from tcal_components.checkpoint.mapping import torchtune_to_hf
 from tcal_components.data import IGNORE_INDEX, HFTokenizer, packed_text
 from tcal_components.models import teacher
 from tcal_components.models.hf_config import read_spec
+from tcal_components.precision.dtypes import parse_dtype
 
 
 class FromScratchCheckpointer:
@@ -49,13 +50,11 @@ class FromScratchCheckpointer:
     ) -> None:
         if should_load_recipe_state:
             raise ValueError("training from scratch cannot be resumed; set resume_from_checkpoint: False")
-        if dtype not in ("bf16", "fp32"):
-            raise ValueError(f"dtype of the saved weights must be bf16 or fp32, got {dtype}")
         self._folder = resolve(checkpoint_dir)
         self._output = Path(output_dir)
         self._seed = seed
         self._embedding_std = embedding_std
-        self._dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+        self._dtype = parse_dtype(dtype, "checkpointer.dtype")
 
     def load_checkpoint(self) -> dict[str, Any]:
         """``{"model": random weights by torchtune name}``, in float32."""

@@ -59,25 +59,6 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
     return load_file(str(path), device="cpu")
 
 
-def parse_dtype(name: str, where: str) -> torch.dtype:
-    """A torch dtype from its name in a config.
-
-    Args:
-        name: ``fp32`` or ``bf16``.
-        where: the key, for messages.
-
-    Returns:
-        The dtype.
-
-    Raises:
-        ValueError: another name.
-    """
-    known = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    if name not in known:
-        raise ValueError(f"{where} is {name!r}; allowed: {', '.join(known)}")
-    return known[name]
-
-
 def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds neither NaN nor infinity: one pass without a mask of its size.
 

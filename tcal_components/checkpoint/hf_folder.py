@@ -15,6 +15,7 @@ from tcal_components.checkpoint.artifacts import is_finite
 from tcal_components.checkpoint.mapping import teacher_tensors
 from tcal_components.models.hf_config import read_config, read_spec, spec_from_config
 from tcal_components.models.spec import DecoderSpec
+from tcal_components.precision.dtypes import parse_dtype
 
 __all__ = ["HFTeacherCheckpointer", "load_teacher_state_dict", "read_config", "read_spec", "spec_from_config"]
 
@@ -79,7 +80,9 @@ class HFTeacherCheckpointer:
     def __init__(self, checkpoint_dir: str | Path, *, dtype: str | torch.dtype | None = None) -> None:
         self.checkpoint_dir = Path(checkpoint_dir)
         self.spec = read_spec(self.checkpoint_dir)
-        self.dtype = _parse_dtype(dtype)
+        if isinstance(dtype, str):
+            dtype = parse_dtype(dtype, "dtype", allowed=("bf16", "fp16", "fp32", "fp64"))
+        self.dtype = dtype
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Reads the weights.
@@ -92,15 +95,6 @@ class HFTeacherCheckpointer:
             ValueError: See ``load_teacher_state_dict``.
         """
         return {training.MODEL_KEY: load_teacher_state_dict(self.checkpoint_dir, dtype=self.dtype)}
-
-
-def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    allowed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-    if dtype not in allowed:
-        raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(allowed)}")
-    return allowed[dtype]
 
 
 def _locate_tensors(folder: Path) -> dict[str, Path]:

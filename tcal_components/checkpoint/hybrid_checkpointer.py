@@ -12,6 +12,7 @@ from torchtune import training
 from tcal_components.checkpoint.export import export_hybrid
 from tcal_components.checkpoint.export_config import DTYPES, ExportInfo
 from tcal_components.checkpoint.import_hybrid import import_hybrid, read_exported_folder
+from tcal_components.precision.dtypes import parse_dtype
 
 RECIPE_STATE_FILE = Path("recipe_state") / "recipe_state.pt"
 _EPOCH = re.compile(r"epoch_(\d+)")
@@ -58,10 +59,7 @@ class HybridCheckpointer:
         self._checkpoint_dir = Path(checkpoint_dir)
         self._output_dir = Path(output_dir) if output_dir is not None else None
         self._folder = read_exported_folder(self._checkpoint_dir)
-        names = {"fp32": torch.float32, "bf16": torch.bfloat16}
-        if dtype is not None and dtype not in names:
-            raise ValueError(f"checkpointer.dtype is {dtype!r}; allowed: {', '.join(names)}")
-        self._dtype = self._folder.dtype if dtype is None else names[dtype]
+        self._dtype = self._folder.dtype if dtype is None else parse_dtype(dtype, "checkpointer.dtype")
         assert self._dtype in DTYPES
         self._max_shard_size = max_shard_size
         self._should_load_recipe_state = should_load_recipe_state

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from tcal_components.calibration.alignment import AlignConfig, Aligner
-from tcal_components.checkpoint.artifacts import parse_dtype
 from tcal_components.data import BatchStream, prepare_batch
 from tcal_components.distillation import DistillConfig, Distiller, LinearKL
 from tcal_components.distributed import ParallelContext, materialize, parallelize, to_storage_dtype
@@ -25,6 +24,7 @@ from tcal_components.models._decoder import build_decoder
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
 from tcal_components.modules.conversion import build_mixers
 from tcal_components.modules.hybrid_decoder import HybridDecoder
+from tcal_components.precision.dtypes import parse_dtype
 from tcal_components.precision.float8 import apply_float8
 
 GIB = 2**30

@@ -107,7 +107,7 @@ def test_checkpointer_mistakes(tmp_path):
     arguments = {"checkpoint_dir": "asset:quickstart", "output_dir": str(tmp_path)}
     with pytest.raises(ValueError, match="cannot be resumed"):
         FromScratchCheckpointer(**arguments, should_load_recipe_state=True)
-    with pytest.raises(ValueError, match="must be bf16 or fp32, got fp16"):
+    with pytest.raises(ValueError, match="checkpointer.dtype is 'fp16'; allowed: fp32, bf16"):
         FromScratchCheckpointer(**arguments, dtype="fp16")
 
 
