@@ -324,15 +324,9 @@ class TaylorCalibrateKD:
             return
         bench, config = self.bench, self.config.distill
         state = RunState(self.out / "distill" / "state", keep_last=self.config.keep_last)
-        marker = self.out / "distill" / "fingerprint.txt"
         # The curve in the state has perplexities, so it is of this evaluation text.
         made_of = fingerprint(self.files.prints["distill"], bench.data_fingerprint("evaluation"))
-        resume = self.config.resume and marker.is_file() and marker.read_text() == made_of
-        if not resume:
-            state.clear()
-        if self.ctx.is_first:
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.write_text(made_of)
+        resume = state.begin(made_of, resume=self.config.resume)
         weights: dict[str, Tensor] = {}
         if self.ctx.is_first:
             mixers = self.files.read(self.files.mixers)

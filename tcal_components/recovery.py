@@ -224,14 +224,7 @@ class Recovery:
         run = read_cell(path, made_of)
         if run is not None:
             return run
-        marker = state.directory / "fingerprint.txt"
-        resume = marker.is_file() and marker.read_text() == made_of
-        bench.ctx.barrier()
-        if not resume:
-            state.clear()
-            if bench.ctx.is_first:
-                state.directory.mkdir(parents=True, exist_ok=True)
-                marker.write_text(made_of)
+        resume = state.begin(made_of)
         settings = {key: getattr(config, key) for key in GRID}
         bench.log(f"recovery: {start}/{alignment}, {', '.join(f'{key} {value:,}' for key, value in settings.items())}")
         student = self._student(read_tensors(self.weights_path(start, alignment)))

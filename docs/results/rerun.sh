@@ -95,10 +95,7 @@ for part in "${parts[@]}"; do
       ablate recover_smollm2 "retain.layers=[0,1,2,8,17,20,23,24]" output_dir=runs/recover_smollm2_single_keep
       ablate recover_smollm2 "retain.layers=[0,4,8,12,16,20,24,28]" output_dir=runs/recover_smollm2_uniform
       ;;
-    evaluate)
-      evaluate quality validation_dataset.seq_len=4096 "perplexity.context_lengths=[512,1024,2048,4096]" perplexity.batch_size=4 \
-        "retrieval.distances=[512,1024,2048,3584]" retrieval.batch_size=4
-      ;;
+    evaluate) evaluate quality ;;
     ruler)
       evaluate ruler "evaluate=[lm_eval]" students.aligned=null students.distilled=null \
         students.distilled_1024=null lm_eval.limit=16 \

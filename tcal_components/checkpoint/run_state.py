@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _SEAL = "complete.json"
+_INPUTS = "inputs.txt"
 _WRITING = ".writing-"
 _DROPPED = ".dropped-"
 
@@ -43,6 +44,28 @@ class RunState:
             raise ValueError(f"keep_last_checkpoints is {keep_last}, expected at least 1")
         self.directory = Path(directory)
         self.keep_last = keep_last
+
+    def begin(self, made_of: str, *, resume: bool = True) -> bool:
+        """Start a stage, or continue it: checkpoints that were made from other inputs are forgotten.
+
+        Args:
+            made_of: fingerprint of all that the state depends on.
+            resume: False forgets those of the same inputs too.
+
+        Returns:
+            bool: whether the stage was begun with the same inputs, as the first process sees it.
+        """
+        marker = self.directory / _INPUTS
+        same = [resume and marker.is_file() and marker.read_text() == made_of]
+        if _distributed():
+            dist.broadcast_object_list(same, src=0)
+        if not same[0]:
+            self.clear()
+            if _first():
+                self.directory.mkdir(parents=True, exist_ok=True)
+                _write_flushed(marker, made_of)
+            _barrier()
+        return same[0]
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""

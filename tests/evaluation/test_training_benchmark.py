@@ -63,14 +63,17 @@ def test_all_variants(recipe, tmp_path, monkeypatch):
         return measured(self, variant)
 
     monkeypatch.setattr(TrainingSpeed, "_distill", distill)
-    overrides = [f"output_dir={tmp_path}", "variants.float8.emulate_float8=true"]
+    overrides = [
+        f"output_dir={tmp_path}",
+        *(f"variants.{name}.emulate_float8=true" for name in ("float8", "float8_compiled")),
+    ]
     torch.compiler.set_stance("force_eager")  # torchao compiles its optimizer's step; the compiler is not tested here
     try:
         assert not _run(recipe, monkeypatch, *overrides)
     finally:
         torch.compiler.set_stance("default")
     data = json.loads((tmp_path / "benchmark.json").read_text())
-    names = ["bf16", "float8", "dense_loss", "no_checkpointing", "align", "adamw8bit"]
+    names = ["bf16", "float8_compiled", "float8", "dense_loss", "no_checkpointing", "align", "adamw8bit"]
     assert list(data["variants"]) == names
     rows = data["variants"]
     assert rows["no_checkpointing"]["status"] == "out of memory"
@@ -87,7 +90,7 @@ def test_all_variants(recipe, tmp_path, monkeypatch):
     assert data["loss_head"].keys() == {"linear", "chunked_logits", "dense"}
     assert data["world_size"] == 1 and "--config" in data["command"] and data["versions"]["torch"] == torch.__version__
     text = (tmp_path / "benchmark.md").read_text()
-    assert text.count("\n| ") == 1 + 6 + 1 + 3 and "out of memory" in text and "TFLOP/s" in text
+    assert text.count("\n| ") == 1 + len(names) + 1 + 3 and "out of memory" in text and "TFLOP/s" in text
 
 
 def test_two_processes_with_bf16_weights_and_8_bit_moments(tmp_path):
