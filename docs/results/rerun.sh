@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the SmolLM2 and Qwen3-8B numbers of the README anew, on one GPU of 141 GB; parts that are done are not run again.
+# Makes the README's tables of SmolLM2 and Qwen3-8B anew with the configs of today, on one GPU of 141 GB; what is done is not run again.
 #
 #   docs/results/rerun.sh TEACHER TEXT [PART...]
 #
@@ -57,19 +57,19 @@ for part in "${parts[@]}"; do
     long)
       pipeline 4096 retain.layers=null "retain=$(set_of kl_guided)" dataset.seq_len=4096 distill.batch_size=4 distill.micro_batch_size=4
       ;;
-    alignments) # steps, sequences a step, their length, learning rates
+    alignments) # steps, sequences a step, their length, learning rates, tokens of polish and calibration
       runs=()
-      while read -r steps batch len lr projection; do
+      while read -r steps batch len lr projection polish calibration; do
         runs+=("runs/smollm2_135m_${batch}x${len}x${steps}")
         pipeline "${batch}x${len}x${steps}" retain.layers=null "retain=$(set_of kl_guided)" "stages=[measure,initialize,align,distill]" \
           align.steps="$steps" align.batch_size="$batch" align.seq_len="$len" align.lr="$lr" align.projection_lr="$projection" \
-          align.heldout_batches=$((16384 / batch / len)) calibration_dataset.max_tokens=16384 < /dev/null
-      done <<< "240 8 512 6e-3 2e-3
-920 2 512 6e-3 1.4e-3
-920 4 256 7e-3 1.6e-3
-1850 2 256 6e-3 1.2e-3
-3700 1 256 6e-3 1.0e-3
-1850 4 128 6e-3 1.2e-3"
+          align.heldout_batches=$((16384 / batch / len)) align.polish_tokens="$polish" calibration_dataset.max_tokens="$calibration" < /dev/null
+      done <<< "212 8 512 6e-3 2e-3 131072 262144
+920 2 512 6e-3 1.4e-3 32768 16384
+920 4 256 7e-3 1.6e-3 32768 16384
+1850 2 256 6e-3 1.2e-3 32768 16384
+3700 1 256 6e-3 1.0e-3 32768 16384
+1850 4 128 6e-3 1.2e-3 32768 16384"
       python -m tcal_components.reporting.compare "${runs[@]}" --output runs/alignments
       ;;
     float8)
@@ -95,7 +95,7 @@ for part in "${parts[@]}"; do
       ablate recover_smollm2 "retain.layers=[0,1,2,8,17,20,23,24]" output_dir=runs/recover_smollm2_single_keep
       ablate recover_smollm2 "retain.layers=[0,4,8,12,16,20,24,28]" output_dir=runs/recover_smollm2_uniform
       ;;
-    evaluate) evaluate quality ;;
+    evaluate) evaluate quality students.exported=null ;;
     ruler)
       evaluate ruler "evaluate=[lm_eval]" students.aligned=null students.distilled=null \
         students.distilled_1024=null lm_eval.limit=16 \
