@@ -7,7 +7,10 @@ import torch
 from omegaconf import OmegaConf
 
 from tcal_components.assets import asset_path
+from tcal_components.calibration.layer_optimizer import AlignConfig
 from tcal_components.checkpoint.hf_folder import load_teacher_state_dict
+from tcal_components.config import ConfigError
+from tcal_components.data import packed_text
 from tcal_components.workbench import COMMON_KEYS, Workbench
 
 
@@ -64,6 +67,17 @@ def test_parts_of_one_source_are_disjoint(make):
     assert rows["heldout"]["tokens"] == 256 and len({row["sha256"] for row in rows.values()}) == 4
 
 
+def test_held_out_text_begins_behind_the_calibration_text(make):
+    """Which itself begins behind its ``skip_tokens``, because whole documents are skipped."""
+    for skip in (0, 1, 300):
+        bench = make()
+        bench = make(calibration_dataset={**OmegaConf.to_container(bench.cfg.calibration_dataset), "skip_tokens": skip})
+        calibration, heldout = bench.data["calibration"], bench.data["heldout"]
+        lines = [[int(d.where.rsplit(" ", 1)[1]) for d in part.documents] for part in (calibration, heldout)]
+        assert lines[0][-1] + 1 == lines[1][0], "no document in both, none lost"
+        assert skip == 0 or calibration.sources["skipped_tokens"] > skip
+
+
 def test_training_text_of_another_length_is_the_same_text(make):
     bench = make()
     whole, longer = bench.data["training"], bench.training_data(64, None)
@@ -71,8 +85,61 @@ def test_training_text_of_another_length_is_the_same_text(make):
     assert bench.training_data(64, 128).num_tokens == 128
     assert bench.training_data(64, 10**9).num_tokens == 512, "never beyond the part's own end"
     assert bench.training_data(32, 1).num_tokens == 32, "at least one sequence"
+    assert bench.training_data(512, None).num_tokens == 512
+    with pytest.raises(ConfigError, match="dataset.max_tokens 512 is less than one sequence of align.seq_len 513"):
+        bench.training_data(513, None)
     with pytest.raises(ValueError, match="the same document is in training"):
         make(dataset={**OmegaConf.to_container(bench.cfg.dataset), "max_tokens": 4096})
+
+
+@pytest.fixture
+def samples(tmp_path):
+    """Config of 24 samples packed as chat is, with padding; the quickstart's tokenizer has no chat template."""
+    file = tmp_path / "samples.jsonl"
+    file.write_text("".join(json.dumps({"text": f"Sample {i} is short. " * (1 + i % 3)}) + "\n" for i in range(24)))
+    return {
+        "_component_": "tcal_components.data.packed_chat",
+        "seq_len": 64,
+        "dataset": {
+            "_component_": "torchtune.datasets.text_completion_dataset",
+            "source": "json",
+            "data_files": str(file),
+            "split": "train",
+        },
+    }
+
+
+def test_fixed_sequences_of_chat(make, samples):
+    align = {"seq_len": 64, "batch_size": 2, "heldout_batches": 1, "fixed_sequences": 2}
+    bench = make(dataset=samples, align=align)
+    tokens = AlignConfig(**align).text_tokens
+    assert len(bench.data["training"]) > 3
+    assert len(bench.training_data(64, tokens)) == 2 and len(bench.training_data(128, 2 * tokens)) == 2
+    assert len(bench.training_data(64, None)) == len(bench.data["training"])
+    bench = make(dataset={**samples, "max_sequences": 3}, align=align)
+    assert [len(bench.training_data(length, None)) for length in (32, 64, 128)] == [6, 3, 1], "its own end, in tokens"
+    with pytest.raises(
+        ConfigError, match="max_sequences 3 x seq_len 64 is less than one sequence of align.seq_len 256"
+    ):
+        make(dataset={**samples, "max_sequences": 3}, align={**align, "seq_len": 256})
+
+
+def endless(tokenizer, *, source, seq_len):
+    """A component of the user's own, which cannot be told to end."""
+    return packed_text(tokenizer, source=source, seq_len=seq_len, max_tokens=512)
+
+
+def test_alignment_that_the_training_text_cannot_give_is_refused(make, texts):
+    own = {"_component_": f"{__name__}.endless", "source": str(texts), "seq_len": 32}
+    align = {"seq_len": 32, "batch_size": 4, "heldout_batches": 2}
+    with pytest.raises(
+        ConfigError, match="^align.fixed_sequences is 4, but dataset._component_ .*endless' takes neither"
+    ):
+        make(dataset=own, align={**align, "fixed_sequences": 4})
+    with pytest.raises(ConfigError, match="^dataset.max_tokens 512 is less than one sequence of align.seq_len 513"):
+        make(align={**align, "seq_len": 513})
+    with pytest.raises(ValueError, match="same document"):  # which comes later: fresh text needs no such end
+        make(dataset=own, align=align)
 
 
 def test_the_teacher_is_the_checkpoint_and_frozen(make):
@@ -122,3 +189,49 @@ def test_chat_data_cannot_calibrate(make):
         ValueError, match="calibration_dataset._component_ 'tcal.*' does not fit: it takes no skip_tokens"
     ):
         make(calibration_dataset=chat)
+
+
+@pytest.mark.parametrize(
+    "retain",
+    [{"layers": [0, 1, 2, 3, 4, 5]}, {"policy": "uniform", "num_layers": 6}, {"policy": "uniform", "every": 1}],
+)
+def test_there_is_a_layer_to_convert(make, retain):
+    with pytest.raises(ConfigError, match="retain keeps attention in all 6 layers of the teacher, expected at most 5"):
+        make(retain=retain)
+
+
+@pytest.mark.parametrize("name", ["key_head_dim", "value_head_dim"])
+def test_head_sizes_are_those_that_a_start_fills(make, name):
+    model = {"_component_": "tcal_components.models.hybrid", "checkpoint_dir": str(asset_path("quickstart"))}
+    with pytest.raises(ConfigError, match=f"^model.gdn.{name} is 96; the teacher's projections fill 64 "):
+        make(model={**model, "gdn": {name: 96}})
+    assert getattr(make(model={**model, "gdn": {name: 128}}).gdn, name) == 128
+
+
+@pytest.mark.parametrize("where", ["teacher_model", "model"])
+def test_text_fits_the_models_as_they_are_built(make, where):
+    builder = {"teacher_model": "teacher", "model": "hybrid"}[where]
+    short = {
+        "_component_": f"tcal_components.models.{builder}",
+        "checkpoint_dir": str(asset_path("quickstart")),
+        "max_seq_len": 40,
+    }
+    bench = make(**{where: short})
+    assert bench.spec.max_seq_len > 64, "the checkpoint can place more"
+    for key in ("align", "calibration_dataset", "dataset", "validation_dataset"):
+        given = OmegaConf.to_container(bench.cfg[key])
+        with pytest.raises(ConfigError, match=f"^{key}.seq_len is 64, but {where}.max_seq_len is 40$"):
+            make(**{where: short, key: {**given, "seq_len": 64}})
+
+
+def test_offload_needs_several_processes(make):
+    with pytest.raises(ConfigError, match="^parallel.cpu_offload needs several processes"):
+        make(parallel={"cpu_offload": True})
+
+
+def test_alignments_of_an_ablation_fit_too(make):
+    bench = make()
+    bench.cfg.alignments = {"none": None, "short": {"seq_len": 32}, "long": {"seq_len": 64}}
+    bench._check_lengths({"teacher_model": 64, "model": 64})
+    with pytest.raises(ConfigError, match="^alignments.long.seq_len is 64, but model.max_seq_len is 40$"):
+        bench._check_lengths({"teacher_model": 64, "model": 40})

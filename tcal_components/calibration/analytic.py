@@ -65,20 +65,8 @@ def log_decay(preactivation: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     return -torch.exp(A_log) * torch.nn.functional.softplus(preactivation + dt_bias)
 
 
-def realised_half_life(g: Tensor) -> Tensor:
-    """Tokens after which the state has halved at the mean decay of real data: ln 2 / mean(-g).
-
-    Args:
-        g: log decays, shape [..., H].
-
-    Returns:
-        Tensor: shape [H].
-    """
-    return LN2 / (-g).flatten(0, -2).mean(dim=0)
-
-
 def fit_decay_bias(preactivation: Tensor, A_log: Tensor, half_life: Tensor, steps: int = 80) -> Tensor:
-    """dt_bias at which the *realised* half-life is ``half_life`` although W_a is not zero.
+    """dt_bias at which the *realised* half-life, ln 2 / mean(-g), is ``half_life`` although W_a is not zero.
 
     Solves mean_t softplus(a_t,h + dt_bias_h) = ln 2 / (exp(A_log_h) d_h) by bisection; the left side grows with dt_bias.
 

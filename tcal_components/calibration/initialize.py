@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,9 +23,21 @@ from tcal_components.modules.conversion import build_mixers
 from tcal_components.modules.gated_delta_net import GatedDeltaNet
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 
-__all__ = ["STRATEGIES", "Initialization", "InitializeOptions", "initialize_mixers"]
+__all__ = ["STRATEGIES", "Initialization", "InitializeOptions", "StartConfig", "initialize_mixers"]
 
 Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StartConfig(InitializeOptions):
+    """A start as a config gives it: a strategy of ``STRATEGIES`` and its numbers."""
+
+    strategy: str = "taylor"
+
+    @property
+    def options(self) -> InitializeOptions:
+        """The numbers alone."""
+        return InitializeOptions(**{field.name: getattr(self, field.name) for field in fields(InitializeOptions)})
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,8 @@ def initialize_mixers(
     """Weights of the mixers by one of the ``STRATEGIES``.
 
     One forward of the teacher over each batch serves all layers (of a group, with ``options.layers_per_pass``); a
-    sequential strategy goes through the layers once, with the hidden states of all batches in memory. In a every process calls this with its own batches, and all get the same weights.
+    sequential strategy goes through the layers once, with the hidden states of all batches in memory. In a distributed
+    run every process calls this with its own batches, and all get the same weights.
 
     Args:
         strategy: a key of ``STRATEGIES``.

@@ -144,7 +144,8 @@ def batch_documents(batch: Mapping[str, Any]) -> Tensor:
     """Document ids of a prepared batch.
 
     Args:
-        batch: with ``document`` [B, T], else ``input_pos`` [B, T] that restarts at 0, else each row is one document.
+        batch: with ``document`` [B, T], else ``input_pos`` [B, T] that restarts at 0, else each row is one document. Only
+            ``document`` knows of padding.
 
     Returns:
         Tensor: int64, shape [B, T]; -1 is padding.

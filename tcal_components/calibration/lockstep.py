@@ -109,10 +109,11 @@ class Lockstep:
             teacher, y, after = self._pass(self._teacher_states, number, None)
             target = y.float() + self._gamma * (teacher.float() - student.float())
             mean_square = after.float().square().mean(dim=-1)
+            valid = batch_documents(batch) >= 0
             # Hidden states of zero must not weigh infinitely.
-            floor = (1e-6 * mean_square.mean()).clamp_min(torch.finfo(torch.float32).tiny)
-            weight = 1.0 / mean_square.clamp_min(floor)
-            yield LayerTokens(number, x, target, weight, batch.get("input_pos"), batch_documents(batch) >= 0)
+            floor = 1e-6 * (mean_square * valid).sum() / valid.sum().clamp_min(1)
+            weight = 1.0 / mean_square.clamp_min(floor.clamp_min(torch.finfo(torch.float32).tiny))
+            yield LayerTokens(number, x, target, weight, batch.get("input_pos"), valid)
 
     def advance(self, mixer: nn.Module | None) -> None:
         """Moves the student's stream over the layer.

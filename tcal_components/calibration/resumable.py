@@ -100,10 +100,8 @@ def resumable_alignment(
         Stopped: it was asked to stop before the end; the state is saved.
     """
     state = RunState(directory, keep_last=keep_last)
-    resume = _saved(state, fingerprint, teacher, mixers, config)
-    if resume is None:
-        state.clear()
-    else:
+    resume = _saved(state, teacher, mixers, config) if state.begin(fingerprint) else None
+    if resume is not None:
         stream.step = int(resume["progress"]["step"])
 
     device = next(mixers.parameters()).device
@@ -114,7 +112,7 @@ def resumable_alignment(
         stop = should_stop is not None and bool(all_sum_(torch.tensor(int(should_stop()), device=device)))
         if stop or aligner.step % save_every == 0:
             tensors = aligner.state_dict()
-            state.save(aligner.step, tensors, {"progress": tensors.pop("progress"), "fingerprint": fingerprint})
+            state.save(aligner.step, tensors, {"progress": tensors.pop("progress")})
         if stop:
             raise Stopped(aligner.step)
 
@@ -134,14 +132,12 @@ def resumable_alignment(
     result = polish_alignment(
         teacher, mixers, text, heldout_batches, result, config=config, autocast_dtype=autocast_dtype
     )
-    state.clear()
-    if rank() == 0 and state.directory.is_dir():
-        state.directory.rmdir()
+    state.remove()
     return result
 
 
 def _saved(
-    state: RunState, fingerprint: str, teacher: HybridDecoder, mixers: nn.ModuleDict, config: AlignConfig
+    state: RunState, teacher: HybridDecoder, mixers: nn.ModuleDict, config: AlignConfig
 ) -> dict[str, Any] | None:
     if state.latest() is None:
         return None
@@ -149,8 +145,5 @@ def _saved(
     template = Aligner(teacher=teacher, mixers=mixers, config=config).state_dict()
     template.pop("progress")
     target = {name: torch.empty_like(tensor) for name, tensor in template.items()}
-    try:
-        _, extra = state.load(target)
-    except ValueError:  # of another student
-        return None
-    return {**target, "progress": extra["progress"]} if extra.get("fingerprint") == fingerprint else None
+    _, extra = state.load(target)
+    return {**target, "progress": extra["progress"]}

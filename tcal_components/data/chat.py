@@ -65,17 +65,20 @@ def from_torchtune(
         )
     # Padding begins a document of its own, so that a sample's last token has no label.
     starts.extend(row * seq_len + n for row, n in enumerate(used) if n < seq_len)
+    arrays = {
+        "tokens": np.concatenate(rows),
+        "starts": np.unique(np.asarray(starts, dtype=np.int64)),
+        "targets": np.concatenate(masks),
+        "used": np.asarray(used, dtype=np.int64),
+    }
     pack = Pack(
-        tokens=np.concatenate(rows),
-        starts=np.unique(np.asarray(starts, dtype=np.int64)),
+        **arrays,
         documents=documents,
-        targets=np.concatenate(masks),
-        used=np.asarray(used, dtype=np.int64),
         sources={
             "path": type(dataset).__name__,
             "documents": len(documents),
             "tokens": int(sum(used)),
-            "sha256": hashlib.sha256(np.concatenate(rows).astype("<u4").tobytes()).hexdigest(),
+            "sha256": _sha256(*arrays.values()),
             "cut": cut,
             "left_out": left_out,
         },
@@ -105,6 +108,14 @@ def packed_chat(
         raise ValueError("packed_chat needs dataset: {_component_: torchtune.datasets...., source: ...}")
     built = config.instantiate(DictConfig(dict(dataset)), tokenizer)
     return from_torchtune(built, seq_len=seq_len, pad_id=tokenizer.pad_id or 0, max_sequences=max_sequences)
+
+
+def _sha256(*arrays: np.ndarray) -> str:
+    """Hash of the token ids and of what else decides what is trained on: the same ids may have other prompts or ends."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(str(array.shape).encode() + array.astype("<i8").tobytes())
+    return digest.hexdigest()
 
 
 def _sample(item: dict[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:

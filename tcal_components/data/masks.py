@@ -39,14 +39,17 @@ def prepare_batch(
 ) -> dict[str, Any]:
     """Moves a batch of a packed dataset to ``device`` and adds its mask.
 
+    ``document`` stays: neither positions nor mask tell padding from documents of one token.
+
     Args:
         batch (dict[str, torch.Tensor]): ``tokens``, ``labels``, ``input_pos``, ``document``, each [B, T].
         device (torch.device | str): of the model.
         force_bool (bool): see :func:`attention_mask`.
 
     Returns:
-        dict[str, Any]: ``tokens``, ``labels``, ``input_pos`` [B, T] and ``mask``. Pop ``labels``; the rest are keyword
-        arguments of the model.
+        dict[str, Any]: ``tokens``, ``labels``, ``input_pos``, ``document`` [B, T] and ``mask``. Pop ``labels`` and
+        ``document``; the rest are keyword arguments of the model.
     """
-    moved = {name: batch[name].to(device, non_blocking=True) for name in ("tokens", "labels", "input_pos")}
+    names = ("tokens", "labels", "input_pos", "document")
+    moved = {name: batch[name].to(device, non_blocking=True) for name in names}
     return {**moved, "mask": attention_mask(batch["document"], device, force_bool=force_bool)}

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,7 +55,8 @@ class PackedTextDataset(Dataset):
         seq_len (int): T.
 
     Attributes:
-        sources (dict): provenance: path, documents, tokens, sha256 of the token ids used.
+        sources (dict): provenance: path, documents, tokens, sha256 of the token ids used (of chat also of what is learned
+            of them and of the boundaries); of text also ``skipped_tokens``, which lie before its first document.
         num_tokens (int): tokens in all rows, without padding.
         padding_fraction (float): share of padding in all rows.
     """
@@ -110,21 +110,6 @@ class PackedTextDataset(Dataset):
         """All rows one after the other, and for text the token after the last: shape [N], read-only by agreement."""
         return self._pack.tokens
 
-    def save_tokens(self, path: str | Path) -> None:
-        """Writes the tokens as a ``.npy`` array that :func:`packed_text` accepts as a source.
-
-        The type is uint16 where all ids fit, else uint32. Only for text (chat data has masks that an array cannot hold).
-
-        Raises:
-            ValueError: if the dataset has masked targets or padding.
-        """
-        if self._pack.targets is not None or self._pack.used is not None:
-            raise ValueError(
-                "only packed text can be saved as a token array; this dataset has masked prompts or padding"
-            )
-        tokens = self._pack.tokens
-        np.save(path, tokens.astype(np.uint16 if tokens.max() < 2**16 else np.uint32))
-
 
 def packed_text(
     tokenizer: HFTokenizer,
@@ -144,8 +129,13 @@ def packed_text(
     """Packs text into sequences of ``seq_len`` tokens, an end-of-sequence token after each document.
 
     Documents follow one another and are cut where a row ends; a rest shorter than one row is dropped. Text is read and
-    tokenised only as far as ``max_tokens`` needs it. To take disjoint parts of one source, give the second part
-    ``skip_tokens`` = the first part's ``max_tokens``: whole documents are skipped, so none is in both parts.
+    tokenised only as far as ``max_tokens`` needs it.
+
+    To take disjoint parts of one source, give each part ``skip_tokens`` = ``sources["skipped_tokens"] + num_tokens`` of
+    the part before: whole documents are skipped, so none is in two parts and none is lost. For a second part that is at
+    most the first part's ``max_tokens``. Any later part follows one that begins (up to a document) behind its own
+    ``skip_tokens``, so in a config give it at least ``skip_tokens`` + ``max_tokens`` of the part before and the length of
+    the longest document; :func:`~tcal_components.data.assert_disjoint` tells whether that was enough.
 
     Args:
         tokenizer (HFTokenizer): see :func:`tcal_components.data.hf_tokenizer`.

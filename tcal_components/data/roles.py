@@ -8,7 +8,8 @@ from typing import Any
 from omegaconf import DictConfig
 from torchtune import config as torchtune_config
 
-from tcal_components.config import ConfigError, build, takes
+from tcal_components.calibration.layer_optimizer import AlignConfig
+from tcal_components.config import ConfigError, build, section, takes
 from tcal_components.data.disjoint import assert_disjoint
 from tcal_components.data.packed import PackedTextDataset
 
@@ -19,7 +20,8 @@ def build_roles(
     """All parts, of documents of their own.
 
     Args:
-        cfg: config with ``calibration_dataset``, ``dataset`` and ``validation_dataset``.
+        cfg: config with ``calibration_dataset``, ``dataset`` and ``validation_dataset``; what it aligns by (``align``,
+            ``alignments``) must be able to cut ``dataset``.
         tokenizer: of the teacher.
         heldout_seq_len: tokens a sequence of the text that layers are judged by.
         heldout_tokens: its size; it follows the calibration text in the same source.
@@ -29,7 +31,7 @@ def build_roles(
         dict: ``calibration``, ``heldout``, ``training``, ``evaluation``.
 
     Raises:
-        ConfigError: too little text, or sequences that are too long.
+        ConfigError: too little text, sequences that are too long, or training text that alignment cannot cut.
         ValueError: a document is in two parts.
     """
     if not takes(cfg.calibration_dataset, "skip_tokens"):
@@ -37,8 +39,11 @@ def build_roles(
             f"calibration_dataset._component_ {cfg.calibration_dataset['_component_']!r} does not fit: it takes no "
             "skip_tokens, which the text that layers are judged by needs"
         )
+    _check_alignments(cfg)
     data = {"calibration": build(cfg.calibration_dataset, "calibration_dataset", tokenizer)}
-    skip = int(cfg.calibration_dataset.get("skip_tokens") or 0) + data["calibration"].num_tokens
+    # Whole documents are skipped: the calibration text may begin behind its own skip_tokens.
+    skipped = data["calibration"].sources.get("skipped_tokens", cfg.calibration_dataset.get("skip_tokens")) or 0
+    skip = int(skipped) + data["calibration"].num_tokens
     # The text on which layers are judged: neither fitted nor the final evaluation's, cut as alignment cuts its own.
     try:
         data["heldout"] = torchtune_config.instantiate(
@@ -67,14 +72,51 @@ def recut(dataset: DictConfig, tokenizer: Any, *, seq_len: int, max_tokens: int 
         tokenizer: of the teacher.
         seq_len: tokens a sequence.
         max_tokens: read no more than this (one sequence at least), and never more than the section's own
-            ``max_tokens``, behind which other parts of the same source may lie.
+            ``max_tokens`` (or ``max_sequences``, padding included), behind which other parts of the same source may lie.
 
     Returns:
-        PackedTextDataset: the text.
+        PackedTextDataset: the text; all of it where the component takes neither ``max_tokens`` nor ``max_sequences``.
+
+    Raises:
+        ConfigError: the section's own limit is less than one sequence.
     """
-    limits = [limit for limit in (max_tokens, dataset.get("max_tokens")) if limit is not None]
-    changes = {"max_tokens": max(min(limits), seq_len)} if limits and takes(dataset, "max_tokens") else {}
+    changes = _limit(dataset, seq_len=seq_len, max_tokens=max_tokens)
     return torchtune_config.instantiate(dataset, tokenizer, seq_len=seq_len, **changes)
+
+
+def _limit(dataset: DictConfig, *, seq_len: int, max_tokens: int | None, where: str = "align") -> dict[str, int]:
+    """The argument by which a dataset of another sequence length ends where :func:`recut` says; empty: it takes none."""
+    name = next((name for name in ("max_tokens", "max_sequences") if takes(dataset, name)), None)
+    if name is None:
+        return {}
+    by_rows = name == "max_sequences"
+    limits = [] if max_tokens is None else [max(max_tokens, seq_len)]
+    if dataset.get(name) is not None:
+        own = int(dataset[name]) * (int(dataset.get("seq_len") or seq_len) if by_rows else 1)
+        if own < seq_len:
+            rows = f" x seq_len {dataset.get('seq_len')}" if by_rows else ""
+            raise ConfigError(
+                f"dataset.{name} {dataset[name]}{rows} is less than one sequence of {where}.seq_len {seq_len}"
+            )
+        limits.append(own)
+    return {name: min(limits) // (seq_len if by_rows else 1)} if limits else {}
+
+
+def _check_alignments(cfg: DictConfig) -> None:
+    """Refuses training text that an alignment of the config could not cut, long before it tries."""
+    sections = {"align": cfg.get("align")} if "align" in (cfg.get("stages") or ["align"]) else {}
+    if isinstance(cfg.get("alignments"), DictConfig):
+        sections |= {f"alignments.{name}": given for name, given in cfg.alignments.items()}
+    for where, given in sections.items():
+        if given is None:
+            continue
+        align = section(AlignConfig, given, where)
+        limit = _limit(cfg.dataset, seq_len=align.seq_len, max_tokens=align.text_tokens, where=where)
+        if align.fixed_sequences is not None and not limit:
+            raise ConfigError(
+                f"{where}.fixed_sequences is {align.fixed_sequences}, but dataset._component_ "
+                f"{cfg.dataset['_component_']!r} takes neither max_tokens nor max_sequences by which it could end there"
+            )
 
 
 def provenance(data: Mapping[str, PackedTextDataset]) -> dict[str, dict[str, Any]]:

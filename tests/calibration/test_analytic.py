@@ -9,6 +9,11 @@ import torch.nn.functional as F
 from tcal_components.calibration import analytic
 
 
+def realised_half_life(g):
+    """Tokens after which the state has halved at the mean decay."""
+    return math.log(2.0) / -g.mean(0)
+
+
 def test_inverse_softplus():
     value = torch.tensor([1e-6, 1e-3, 0.5, 3.0, 30.0], dtype=torch.float64)
     torch.testing.assert_close(F.softplus(analytic.inverse_softplus(value)), value)
@@ -22,7 +27,7 @@ def test_state_halves_after_the_half_life():
             torch.zeros(5, 3).double(), torch.zeros(3).double() if log_rate is None else log_rate, bias
         )
         torch.testing.assert_close(torch.exp(g[0] * half_life), torch.full((3,), 0.5).double())
-        torch.testing.assert_close(analytic.realised_half_life(g), half_life)
+        torch.testing.assert_close(realised_half_life(g), half_life)
 
 
 def test_random_decay_rows_move_the_half_life_and_the_fit_takes_it_back():
@@ -30,9 +35,9 @@ def test_random_decay_rows_move_the_half_life_and_the_fit_takes_it_back():
     preactivation = 2.0 * torch.randn(400, 3).double() + torch.tensor([0.0, 1.0, -3.0])
     half_life, A_log = torch.tensor([1.5, 10.0, 200.0]).double(), torch.tensor([0.0, 1.0, 2.0]).double()
     closed = analytic.log_decay(preactivation, A_log, analytic.decay_bias(half_life, A_log))
-    assert ((analytic.realised_half_life(closed) / half_life).log().abs() > 0.5).all()
+    assert ((realised_half_life(closed) / half_life).log().abs() > 0.5).all()
     bias = analytic.fit_decay_bias(preactivation, A_log, half_life)
-    torch.testing.assert_close(analytic.realised_half_life(analytic.log_decay(preactivation, A_log, bias)), half_life)
+    torch.testing.assert_close(realised_half_life(analytic.log_decay(preactivation, A_log, bias)), half_life)
 
 
 def test_concentration_is_not_stretched_over_the_heads_of_a_layer():

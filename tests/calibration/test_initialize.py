@@ -1,11 +1,12 @@
 import copy
+import dataclasses
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tcal_components.calibration.capture import capture_batch
-from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions, initialize_mixers
+from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions, StartConfig, initialize_mixers
 from tcal_components.calibration.projections import copy_projections_, read_attention, read_values
 from tcal_components.calibration.statistics import measure
 from tcal_components.calibration.strategies import normalised_state
@@ -319,3 +320,12 @@ def test_user_mistakes(teacher, start, make_batch):
         with pytest.raises(ValueError, match=f"initialize.{next(iter(wrong))} is"):
             InitializeOptions(**wrong)
     assert initialize_mixers("naive", **common).diagnostics[1]["heldout_error"] is None
+
+
+def test_a_start_of_a_config_gives_its_numbers_alone():
+    @dataclasses.dataclass(frozen=True)
+    class Named(StartConfig):
+        name: str | None = None
+
+    assert type(Named().options) is InitializeOptions
+    assert Named(strategy="naive", pull=3.0, name="a").options == InitializeOptions(pull=3.0)

@@ -58,14 +58,13 @@ def test_every_kind_of_local_source_gives_the_same_sequences(tmp_path, tokenizer
     (folder / "notes.md").write_text("not text for training")
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
     one = packed_text(tokenizer, source=write_jsonl(tmp_path / "all.jsonl", texts), seq_len=5)
-    one.save_tokens(tmp_path / "all.npy")
+    np.save(tmp_path / "all.npy", one.tokens.astype(np.uint16))
     for source in ("folder", "saved", "all.npy"):
         other = packed_text(tokenizer, source=str(tmp_path / source), seq_len=5)
         assert len(other) == len(one)
         for a, b in zip(one, other):
             assert all(torch.equal(a[key], b[key]) for key in a)
         assert other.sources["sha256"] == one.sources["sha256"]
-    assert np.load(tmp_path / "all.npy").dtype == np.uint16
 
 
 def test_hub_dataset_by_name(monkeypatch, tokenizer):
@@ -124,10 +123,25 @@ def test_parts_of_one_source_are_disjoint(tmp_path, tokenizer, write_jsonl):
     assert first.documents[0].where.endswith("line 20")
 
 
+def test_a_part_begins_where_the_one_before_it_ends(tmp_path, tokenizer, write_jsonl):
+    """Whole documents are skipped, so a part may begin behind its own ``skip_tokens``, and the next one must know."""
+    texts = [f"document number {i:02d} " + chr(97 + i) * (20 + 7 * i % 40) for i in range(24)]
+    options = {"source": write_jsonl(tmp_path / "a.jsonl", texts), "seq_len": 10, "max_tokens": 150}
+    parts = {"0": packed_text(tokenizer, skip_documents=1, skip_tokens=55, **options)}
+    assert parts["0"].sources["skipped_tokens"] > 55
+    for number in range(1, 4):
+        before = parts[str(number - 1)]
+        skip = before.sources["skipped_tokens"] + before.num_tokens
+        parts[str(number)] = packed_text(tokenizer, skip_documents=1, skip_tokens=skip, **options)
+    assert_disjoint(parts)
+    lines = [int(d.where.rsplit(" ", 1)[1]) for part in parts.values() for d in part.documents]
+    assert lines == list(range(lines[0], lines[0] + len(lines))), "none twice, none lost"
+
+
 def test_disjointness_compares_text_and_token_arrays(tmp_path, tokenizer, write_jsonl):
     texts = [f"document number {i} which has enough tokens to be compared" for i in range(4)]
     text = packed_text(tokenizer, source=write_jsonl(tmp_path / "a.jsonl", texts), seq_len=10)
-    text.save_tokens(tmp_path / "a.npy")
+    np.save(tmp_path / "a.npy", text.tokens)
     array = packed_text(tokenizer, source=str(tmp_path / "a.npy"), seq_len=10, skip_documents=1, max_tokens=50)
     with pytest.raises(ValueError, match="training .*a.jsonl line 2.* evaluation .*a.npy tokens"):
         assert_disjoint({"training": text, "evaluation": array})

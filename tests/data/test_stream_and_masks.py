@@ -90,7 +90,8 @@ def test_packed_documents_equal_separate_documents(tmp_path, tokenizer, write_js
         intermediate_dim=48,
     )  # fmt: skip
     batch = prepare_batch({name: value[None] for name, value in dataset[0].items()}, "cpu")
-    labels = batch.pop("labels")[0]
+    labels, document = batch.pop("labels")[0], batch.pop("document")
+    assert torch.equal(document[0], dataset[0]["document"])  # which padding is known by
     assert batch["mask"].shape == (1, 48, 48)
     packed = model(**batch)[0]
     begin = 0

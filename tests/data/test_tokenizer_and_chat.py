@@ -106,7 +106,25 @@ def test_chat_rows_have_shifted_masked_labels_and_padding():
     assert len(from_torchtune(samples, seq_len=6, max_sequences=1)) == 1
 
 
-def test_chat_mistakes(tmp_path, tokenizer):
+def test_chat_fingerprint_tells_what_is_learned_and_where_samples_end():
+    def sha256(*samples, pad_id=9):
+        return from_torchtune(Samples(samples), seq_len=8, pad_id=pad_id).sources["sha256"]
+
+    whole = {"tokens": [1, 2, 3, 4, 5, 6]}
+    halves = [{"tokens": [1, 2, 3]}, {"tokens": [4, 5, 6]}]
+    assert sha256(whole) == sha256({**whole, "mask": [False] * 6})
+    others = [
+        sha256({**whole, "mask": [True, True, *[False] * 4]}),
+        sha256({**whole, "mask": [True] * 3 + [False] * 3}),
+        sha256(*halves),
+        sha256({"tokens": [1, 2, 3, 4]}, {"tokens": [5, 6]}),
+        sha256({"tokens": [1, 2, 3, 4, 5, 6, 9]}),  # the last was padding
+        sha256(whole, pad_id=8),
+    ]
+    assert len({sha256(whole), *others}) == 7
+
+
+def test_chat_mistakes(tokenizer):
     with pytest.raises(ValueError, match="sample 0 has no tokens; its keys are: input"):
         from_torchtune(Samples([{"input": 1}]), seq_len=4)
     with pytest.raises(ValueError, match="2 tokens but 1 labels"):
@@ -115,9 +133,6 @@ def test_chat_mistakes(tmp_path, tokenizer):
         from_torchtune(Samples([{"tokens": [1, 2], "mask": [True, True]}]), seq_len=4)
     with pytest.raises(ValueError, match="packed_chat needs dataset"):
         packed_chat(tokenizer, dataset={"source": "x"}, seq_len=4)
-    chat = from_torchtune(Samples([{"tokens": [1, 2]}]), seq_len=2)
-    with pytest.raises(ValueError, match="only packed text can be saved"):
-        chat.save_tokens(tmp_path / "a.npy")
 
 
 def test_packed_chat_from_torchtune_dataset(tmp_path, tokenizer):
