@@ -18,6 +18,7 @@ from torchtune import config as torchtune_config
 from torchtune import training, utils
 
 from tcal_components.calibration.layer_optimizer import AlignConfig
+from tcal_components.calibration.projections import check_head_sizes
 from tcal_components.calibration.selection import RetainConfig, resolve_retained
 from tcal_components.checkpoint.fingerprint import folder_fingerprint
 from tcal_components.config import (
@@ -31,7 +32,13 @@ from tcal_components.config import (
 )
 from tcal_components.data import BatchStream, PackedTextDataset, prepare_batch
 from tcal_components.data.roles import build_roles, provenance, recut
-from tcal_components.distributed import ParallelContext, load_full_state_dict, parallelize, to_storage_dtype
+from tcal_components.distributed import (
+    ParallelContext,
+    check_cpu_offload,
+    load_full_state_dict,
+    parallelize,
+    to_storage_dtype,
+)
 from tcal_components.evaluation.perplexity import evaluation_batches, perplexity
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
 from tcal_components.modules.conversion import build_mixers, converted, load_mixers
@@ -58,6 +65,14 @@ SUPPLIED = {
     "dataset": ("tokenizer",),
     "validation_dataset": ("tokenizer",),
     "optimizer": ("params",),
+    "lr_scheduler": ("optimizer", "num_training_steps", "last_epoch"),
+}
+# Where each part of the text has its length from.
+ROLES = {
+    "calibration": "calibration_dataset",
+    "heldout": "align",
+    "training": "dataset",
+    "evaluation": "validation_dataset",
 }
 COMMON_KEYS = (
     *COMPONENTS,
@@ -136,13 +151,15 @@ class Workbench:
         checkpointer = build(cfg.teacher_checkpointer, "teacher_checkpointer")
         self.teacher_checkpointer = checkpointer
         self.spec: DecoderSpec = checkpointer.spec
-        self._check_family("teacher_model")
+        longest = {"teacher_model": self._check_family("teacher_model").max_seq_len}
         self.retained = self._retained()
         self.converted = tuple(i for i in range(self.spec.num_layers) if i not in self.retained)
         self.gdn = GatedDeltaNetSpec.from_config(cfg.model.get("gdn")).resolve(self.spec)
-        self._check_family("model", retained_layers=list(self.retained))
+        longest["model"] = self._check_family("model", retained_layers=list(self.retained)).max_seq_len
+        self._check_head_sizes()
 
         self.ctx = ParallelContext.create(self._device(), dtype=dtype, dp_replicate=self.parallel.dp_replicate)
+        self._check_offload()
         training.set_seed(seed=self.seed)
         self.tokenizer = build(cfg.tokenizer, "tokenizer")
         if self.tokenizer.vocab_size > self.spec.vocab_size:
@@ -157,17 +174,24 @@ class Workbench:
             heldout_tokens=align.heldout_batches * align.batch_size * align.seq_len,
             max_seq_len=self.spec.max_seq_len,
         )
+        self._check_lengths(longest)
         self.teacher_fingerprint = folder_fingerprint(checkpointer.checkpoint_dir)
         self._check_output()
 
     def _retained(self) -> tuple[int, ...]:
         config = section(RetainConfig, self.cfg.get("retain"), "retain")
         try:
-            return resolve_retained(config, self.spec.num_layers)
+            retained = resolve_retained(config, self.spec.num_layers)
         except ValueError as error:
             raise ConfigError(f"retain: {error}") from error
+        if len(retained) == self.spec.num_layers:
+            raise ConfigError(
+                f"retain keeps attention in all {len(retained)} layers of the teacher, expected at most "
+                f"{len(retained) - 1}: there is nothing to convert"
+            )
+        return retained
 
-    def _check_family(self, where: str, **arguments: Any) -> None:
+    def _check_family(self, where: str, **arguments: Any) -> DecoderSpec:
         """A builder of another model than the checkpoint's is a mistake that shows only as garbage."""
         name = self.cfg[where]["_component_"]
         with torch.device("meta"):
@@ -181,6 +205,30 @@ class Workbench:
                     f"{where} {name} has {key} {ours[key]}, but the checkpoint "
                     f"{self.teacher_checkpointer.checkpoint_dir} has {theirs[key]}"
                 )
+        return model.spec
+
+    def _check_head_sizes(self) -> None:
+        try:
+            check_head_sizes(self.spec, self.gdn)
+        except ValueError as error:
+            raise ConfigError(f"model.{error}") from error
+
+    def _check_offload(self) -> None:
+        if self.parallel.cpu_offload:
+            try:
+                check_cpu_offload(self.ctx)
+            except ValueError as error:
+                raise ConfigError(f"parallel.{error}") from error
+
+    def _check_lengths(self, longest: Mapping[str, int]) -> None:
+        """Text has to fit teacher and student as they are built, which may be for less than the checkpoint can place."""
+        where = min(longest, key=lambda name: longest[name])
+        lengths = {key: self.data[role].seq_len for role, key in ROLES.items()}
+        for name, given in (self.cfg.get("alignments") or {}).items():  # of an ablation
+            lengths[f"alignments.{name}"] = section(AlignConfig, given, f"alignments.{name}").seq_len if given else 0
+        for key, seq_len in lengths.items():
+            if seq_len > longest[where]:
+                raise ConfigError(f"{key}.seq_len is {seq_len}, but {where}.max_seq_len is {longest[where]}")
 
     def _device(self) -> str:
         device = scalar(self.cfg, "device", str, "cpu")

@@ -2,6 +2,7 @@
 
 from tcal_components.distributed.parallel import (
     ParallelContext,
+    check_cpu_offload,
     gather_full_state_dict,
     load_full_state_dict,
     materialize,
@@ -13,6 +14,7 @@ from tcal_components.distributed.parallel import (
 
 __all__ = [
     "ParallelContext",
+    "check_cpu_offload",
     "gather_full_state_dict",
     "load_full_state_dict",
     "materialize",

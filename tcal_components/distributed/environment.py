@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -17,6 +18,9 @@ from tcal_components.ops.check import check_gdn_backend
 from tcal_components.precision.float8 import float8_problem
 
 GIB = 2**30
+
+# More are not advised.
+_MOST_PROCESSES = 4096
 
 # torchtune 0.6.1 imports with these versions of torchao alone and is its last release.
 _REQUIREMENTS = (
@@ -52,13 +56,17 @@ class StartupReport:
 
 
 def startup_report(
-    ctx: ParallelContext, *, needed_bytes: int | None = None, float8: bool = False, kernels: bool = True
+    ctx: ParallelContext,
+    *,
+    needed_bytes: Callable[[int], float] | None = None,
+    float8: bool = False,
+    kernels: bool = True,
 ) -> StartupReport:
     """Check versions, kernels, memory and communication.
 
     Args:
         ctx: the processes.
-        needed_bytes: estimate of what weights, gradients and optimizer state take, over all processes together.
+        needed_bytes: estimate of what weights, gradients and optimizer state take in one process of so many.
         float8: whether float8 was asked for.
         kernels: whether Gated DeltaNet layers will run.
 
@@ -83,9 +91,9 @@ def startup_report(
     if float8 and (problem := float8_problem(ctx.device)):
         problems.append(problem)
     if needed_bytes is not None:
-        need, free = needed_bytes / ctx.world_size, free_bytes(ctx.device)
+        need, free = needed_bytes(ctx.world_size), free_bytes(ctx.device)
         facts.append(f"memory: {need / GIB:.2f} GiB estimated a process, {free / GIB:.2f} GiB free")
-        problems += _memory_problem(need, free, ctx)
+        problems += _memory_problem(needed_bytes, free, ctx)
     return StartupReport(tuple(facts), tuple(problems))
 
 
@@ -96,13 +104,18 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _memory_problem(need: float, free: float, ctx: ParallelContext) -> list[str]:
+def _memory_problem(needed_bytes: Callable[[int], float], free: float, ctx: ParallelContext) -> list[str]:
     # On the CPU all processes share what is free.
     share = free if ctx.device.type == "cuda" else free / ctx.world_size
+    need = needed_bytes(ctx.world_size)
     if need <= share:
         return []
-    processes = max(ctx.world_size + 1, int(need * ctx.world_size / max(share, 1)) + 1)
-    mend = "take a smaller model" if ctx.device.type != "cuda" else f"run `tune run --nproc_per_node {processes} ...`"
+    mend = "take a smaller model"
+    if ctx.device.type == "cuda":
+        more = range(ctx.world_size + ctx.dp_replicate, _MOST_PROCESSES + 1, ctx.dp_replicate)
+        # What every process holds whole may be too much for any number of them.
+        if enough := next((processes for processes in more if needed_bytes(processes) <= share), None):
+            mend = f"run `tune run --nproc_per_node {enough} ...`"
     asked = f"about {need / GIB:.1f} GiB are needed a process before activations and {share / GIB:.1f} GiB are free"
     return [f"{asked}; {mend}, store weights in bfloat16, or use `optimizer._component_=torchao.optim.AdamW8bit`"]
 

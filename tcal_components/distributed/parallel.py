@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,10 @@ from tcal_components.modules.hybrid_decoder import HybridDecoder
 
 _COMPILED_SHAPES = 64
 
+# The others wait in a collective while the first process alone reads, writes, exports and verifies. NCCL's default of 10
+# minutes would kill a healthy run of a large model on a slow disk. If a process dies, `torchrun` ends the others at once.
+_WAIT = datetime.timedelta(hours=4)
+
 
 def setup_process_group(device: torch.device | str) -> torch.device:
     """Join the processes that ``tune run --nproc_per_node`` or ``torchrun`` started; a single process joins nothing.
@@ -49,7 +54,7 @@ def setup_process_group(device: torch.device | str) -> torch.device:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         # gloo beside NCCL: checkpoints and CPU offload communicate tensors on the CPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_WAIT)
     return device
 
 
@@ -63,6 +68,7 @@ class ParallelContext:
         rank: of this process.
         world_size: number of processes; each works on its own part of a global batch.
         mesh: of the processes, [shard] or [replicate, shard]; None with one process.
+        dp_replicate: groups of processes that each hold a full, sharded copy.
     """
 
     device: torch.device
@@ -70,6 +76,7 @@ class ParallelContext:
     rank: int = 0
     world_size: int = 1
     mesh: DeviceMesh | None = None
+    dp_replicate: int = 1
 
     @classmethod
     def create(
@@ -98,7 +105,14 @@ class ParallelContext:
         shape = (world_size,) if dp_replicate == 1 else (dp_replicate, world_size // dp_replicate)
         names = ("dp_shard",) if dp_replicate == 1 else ("dp_replicate", "dp_shard")
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        return cls(device=device, dtype=dtype, rank=dist.get_rank(), world_size=world_size, mesh=mesh)
+        return cls(
+            device=device,
+            dtype=dtype,
+            rank=dist.get_rank(),
+            world_size=world_size,
+            mesh=mesh,
+            dp_replicate=dp_replicate,
+        )
 
     @property
     def is_first(self) -> bool:
@@ -146,6 +160,19 @@ def to_storage_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def check_cpu_offload(ctx: ParallelContext) -> None:
+    """Refuse CPU offload with one process: FSDP2 does it, and one process has none.
+
+    Raises:
+        ValueError: one line.
+    """
+    if ctx.mesh is None:
+        raise ValueError(
+            "cpu_offload needs several processes (`tune run --nproc_per_node 2 ...`); with one, use bfloat16 weights, "
+            "activation checkpointing and an 8-bit optimizer"
+        )
+
+
 def parallelize(
     model: HybridDecoder,
     *,
@@ -185,10 +212,7 @@ def parallelize(
         training.set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     if ctx.mesh is None:
         if cpu_offload:
-            raise ValueError(
-                "cpu_offload needs several processes (`tune run --nproc_per_node 2 ...`); with one, use bfloat16 weights, "
-                "activation checkpointing and an 8-bit optimizer"
-            )
+            check_cpu_offload(ctx)
         return model
     options: dict[str, Any] = {"mesh": ctx.mesh}
     if cpu_offload:

@@ -1,10 +1,19 @@
 """Parallel set-up in one process; several are tested by the stages that use them."""
 
+import datetime
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from tcal_components.distributed import (
     ParallelContext,
+    check_cpu_offload,
     gather_full_state_dict,
     load_full_state_dict,
     parallelize,
@@ -14,6 +23,7 @@ from tcal_components.distributed import (
 from tcal_components.models._decoder import build_decoder
 from tcal_components.models.spec import DecoderSpec
 
+ROOT = Path(__file__).parents[2]
 SPEC = DecoderSpec(
     family="llama3_2",
     vocab_size=32,
@@ -80,6 +90,42 @@ def test_mistakes_are_one_line():
     ctx = ParallelContext.create("cpu")
     with pytest.raises(ValueError, match="cpu_offload needs several processes"):
         parallelize(build_decoder(SPEC), ctx=ctx, cpu_offload=True)
+    with pytest.raises(ValueError, match="cpu_offload needs several processes"):
+        check_cpu_offload(ctx)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="no CUDA device"):
             setup_process_group("cuda")
+
+
+def test_processes_wait_for_the_first_ones_files(monkeypatch):
+    """It exports and verifies alone while the others are in a collective; the defaults are 10 and 30 minutes."""
+    joined = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: joined.append((args, options)))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    setup_process_group("cpu")
+    ((backend,), options) = joined[0]
+    assert backend == "gloo" and options["timeout"] >= datetime.timedelta(hours=2)
+
+
+def test_groups_of_replicas():
+    """Two processes that each hold a copy: what they know of it, and that the whole group waits that long."""
+    code = """
+import sys, torch.distributed as dist
+from tcal_components.distributed import ParallelContext
+ctx = ParallelContext.create("cpu", dp_replicate=2)
+assert (ctx.world_size, ctx.dp_replicate, ctx.mesh.shape) == (2, 2, (2, 1)), ctx
+seconds = dist.group.WORLD._get_backend(ctx.device).options._timeout.total_seconds()
+dist.destroy_process_group()
+sys.exit(seconds != 4 * 3600)
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], env={**environment, "RANK": rank}, stderr=subprocess.PIPE)
+        for rank in ("0", "1")
+    ]
+    errors = [process.communicate(timeout=120)[1].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)

@@ -10,6 +10,7 @@ from torchtune import config as torchtune_config
 
 from tcal_components import models
 from tcal_components.models import _decoder, llama3_2, qwen2_5, qwen3
+from tcal_components.models.memory import optimizer_bytes
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
 
 # Trainable parameters as published (a tied head counts once).
@@ -220,6 +221,59 @@ def test_memory_estimate():
     assert estimate.student_bytes == 2 * total and estimate.distillation_bytes == 6 * total
     assert estimate.alignment_bytes == 12 * mixers
     assert "teacher 8,190.7 M parameters, 15.26 GiB" in estimate.summary() and "\n" not in estimate.summary()
+    teacher, student = 2 * PUBLISHED["qwen3_8b"], 8 * total
+    assert estimate.of_process(["measure", "export"], processes=1) == teacher
+    # Of teacher and student each process has a part, of mixers outside of a student every one has all.
+    assert estimate.of_process(["initialize"], processes=4) == teacher / 4 + 4 * mixers
+    assert estimate.of_process(["measure", "initialize", "align"], processes=4) == teacher / 4 + 16 * mixers
+    assert estimate.of_process(["distill"], processes=4) == (teacher + student) / 4
+    assert estimate.of_process(["distill"], processes=8, dp_replicate=4) == (teacher + student) / 2
+    assert estimate.of_process(["align", "distill"], processes=64) == teacher / 64 + 16 * mixers
+
+
+def test_a_float8_teacher_takes_less_in_one_process_only():
+    wide, narrow = (
+        models.estimate_memory(SPECS["qwen3_8b"], retained_layers=[3], float8_teacher=float8)
+        for float8 in (False, True)
+    )
+    saved = wide.of_process(["measure"], processes=1) - narrow.of_process(["measure"], processes=1)
+    assert saved == PUBLISHED["qwen3_8b"] - 2 * 151936 * 4096  # embedding and head stay
+    assert wide.of_process(["measure"], processes=2) == narrow.of_process(["measure"], processes=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "component",
+    [
+        None,
+        {"_component_": "torch.optim.Adam", "amsgrad": True},
+        {"_component_": "torch.optim.SGD", "lr": 0.1},
+        {"_component_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
+        {"_component_": "torchao.optim.AdamW8bit"},
+        {"_component_": "torchao.optim.AdamW4bit"},
+        {"_component_": "torchao.optim.AdamWFp8"},
+    ],
+)
+def test_bytes_of_an_optimizer_are_those_of_its_state(component, dtype):
+    parameter = torch.nn.Parameter(torch.zeros(1 << 17, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torchtune_config.instantiate(
+        OmegaConf.create(component or {"_component_": "torch.optim.AdamW"}), [parameter]
+    )
+    torch.compiler.set_stance("force_eager")  # torchao compiles its step
+    try:
+        optimizer.step()
+    finally:
+        torch.compiler.set_stance("default")
+    found = 0
+    for value in optimizer.state[parameter].values():
+        if isinstance(value, torch.Tensor):
+            inner = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else None
+            parts = [value] if inner is None else [getattr(value, name) for name in inner if name != "qmap"]
+            found += sum(part.numel() * part.itemsize for part in parts)
+    assert found / parameter.numel() == pytest.approx(optimizer_bytes(component, dtype), abs=1e-3)
+    unknown = {"_component_": "some.library.Novel"}
+    assert optimizer_bytes(unknown, dtype) == 2 * dtype.itemsize
 
 
 def test_only_hybrids_need_the_mixer(monkeypatch):
