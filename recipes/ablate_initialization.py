@@ -28,12 +28,12 @@ from tcal_components.calibration.comparison import (
     summarise,
     targets,
 )
-from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions, initialize_mixers
+from tcal_components.calibration.initialize import STRATEGIES, StartConfig, initialize_mixers
 from tcal_components.calibration.resumable import resumable_alignment, stored_statistics
 from tcal_components.calibration.statistics import Statistics
 from tcal_components.checkpoint.artifacts import write_tensors
 from tcal_components.checkpoint.fingerprint import fingerprint, stored_fingerprint
-from tcal_components.config import ConfigError, one_line_errors, section
+from tcal_components.config import ConfigError, one_line_errors, scalar, section
 from tcal_components.models.memory import count_parameters
 from tcal_components.recovery import Recovery, RecoveryConfig, read_cell
 from tcal_components.reporting import Report, render_markdown, write_json, write_plots
@@ -42,10 +42,9 @@ from tcal_components.workbench import Workbench
 
 
 @dataclasses.dataclass(frozen=True)
-class StartConfig(InitializeOptions):
+class NamedStart(StartConfig):
     """One entry of ``starts``: a strategy and its numbers, under a name of its own."""
 
-    strategy: str = "taylor"
     name: str | None = None
 
 
@@ -93,6 +92,7 @@ class AblateInitialization:
         self.ablate = section(AblateConfig, cfg.get("ablate"), "ablate")
         self.starts = self._read_starts()
         self.alignments = self._read_alignments()
+        self.save_every = scalar(cfg, "save_every", int, 100, least=1)
         self._check()
         self.recovery: Recovery | None = None
         if cfg.get("recovery"):
@@ -113,11 +113,11 @@ class AblateInitialization:
             resume=True,
         )
 
-    def _read_starts(self) -> dict[str, StartConfig]:
-        found: dict[str, StartConfig] = {}
+    def _read_starts(self) -> dict[str, NamedStart]:
+        found: dict[str, NamedStart] = {}
         for number, entry in enumerate(self.cfg.get("starts") or list(STRATEGIES)):
             given = {"strategy": entry} if isinstance(entry, str) else entry
-            start = section(StartConfig, given, f"starts[{number}]")
+            start = section(NamedStart, given, f"starts[{number}]")
             if start.strategy not in STRATEGIES:
                 raise ConfigError(f"starts[{number}] has strategy {start.strategy!r}; allowed: {', '.join(STRATEGIES)}")
             name = start.name or start.strategy
@@ -141,6 +141,12 @@ class AblateInitialization:
         ablate = self.ablate
         if not ablate.seeds or any(not isinstance(seed, int) or seed < 0 for seed in ablate.seeds):
             raise ConfigError(f"ablate.seeds is {ablate.seeds}, expected a list of numbers from 0")
+        for key in ("batch_size", "query_block"):
+            if getattr(ablate, key) < 1:
+                raise ConfigError(f"ablate.{key} is {getattr(ablate, key)}, expected at least 1")
+        for name, config in self.alignments.items():
+            if config is not None:
+                self.bench.check_batch_size(config.batch_size, f"alignments.{name}.batch_size")
         if ablate.target_alignment is not None:
             reference = self.alignments.get(ablate.target_alignment)
             if reference is None or ablate.target_start not in self.starts:
@@ -238,9 +244,7 @@ class AblateInitialization:
             batches=bench.calibration_batches(self.ablate.batch_size) if needs else [],
             heldout_batches=list(bench.calibration_batches(self.ablate.batch_size, "heldout")),
             seed=seed,
-            options=InitializeOptions(
-                **{field.name: getattr(config, field.name) for field in dataclasses.fields(InitializeOptions)}
-            ),
+            options=config.options,
             autocast_dtype=self.ctx.autocast_dtype,
         )
         error = {layer: float(notes["heldout_error"]) for layer, notes in found.diagnostics.items()}
@@ -300,7 +304,7 @@ class AblateInitialization:
                 prepare=bench.prepare,
                 heldout_batches=list(bench.calibration_batches(self.ablate.batch_size, "heldout")),
                 config=config,
-                save_every=int(self.cfg.get("save_every", 100)),
+                save_every=self.save_every,
                 keep_last=1,
                 autocast_dtype=self.ctx.autocast_dtype,
             )

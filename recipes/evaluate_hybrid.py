@@ -18,12 +18,27 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import config, training
 
-from tcal_components.config import check_component, check_keys, one_line_errors, resolve_assets, scalar, section
+from tcal_components.config import (
+    ConfigError,
+    build,
+    check_component,
+    check_keys,
+    one_line_errors,
+    resolve_assets,
+    scalar,
+    section,
+)
+from tcal_components.distributed import setup_process_group
 from tcal_components.evaluation.agreement import agreement
 from tcal_components.evaluation.harness import check_tasks, lm_eval_scores
-from tcal_components.evaluation.load import ModelSource, free, load_model
-from tcal_components.evaluation.perplexity import evaluation_batches, perplexity, perplexity_by_context
-from tcal_components.evaluation.retrieval import retrieval
+from tcal_components.evaluation.load import ModelSource, exports_compute, free, load_model
+from tcal_components.evaluation.perplexity import (
+    check_context_lengths,
+    evaluation_batches,
+    perplexity,
+    perplexity_by_context,
+)
+from tcal_components.evaluation.retrieval import example_sets, retrieval
 from tcal_components.evaluation.settings import MEASUREMENTS, SECTIONS
 from tcal_components.evaluation.speed import speed
 from tcal_components.ops.kernels import tune_kernels
@@ -34,8 +49,6 @@ _KEYS = [
     *("output_dir", "seed", "device", "dtype", "evaluate", "tokenizer", "validation_dataset", "teacher", "students"),
     "tune_kernels",
 ]
-# Room for the question and its surroundings, beside the distance, in the longest retrieval text.
-_QUESTION_TOKENS = 512
 
 
 @dataclass
@@ -47,75 +60,113 @@ class Run:
     sources: dict[str, ModelSource]  # the teacher first
     device: torch.device
     dtype: torch.dtype
+    seed: int
     tokenizer: Any
     dataset: Any
     longest: int  # tokens of the longest sequence that any measurement needs
 
 
-def _source(node: Any, where: str) -> ModelSource:
+def _source(node: Any, where: str, *, trusted: bool) -> ModelSource:
     if isinstance(node, DictConfig) and "_component_" in node:
         check_component(node, where)
         source = ModelSource(component=OmegaConf.to_container(node, resolve=True))
     else:
         source = section(ModelSource, node, where)
+    source.trust_remote_code |= trusted
     source.check(where)
     return source
+
+
+def _device(cfg: DictConfig) -> torch.device:
+    device = scalar(cfg, "device", str, "cpu")
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or not (index.isdigit() or device == kind):
+        raise ConfigError(f"device is '{device}'; allowed: cpu, cuda, cuda:N")
+    return setup_process_group(device)
+
+
+def _check_lengths(sources: dict[str, ModelSource], longest: int) -> None:
+    """Our decoders are built for a longest sequence, and a builder is called with one."""
+    for name, source in sources.items():
+        where, able = name if name == "teacher" else f"students.{name}", source.max_seq_len
+        if source.component is not None:
+            with torch.device("meta"):
+                able = getattr(build(OmegaConf.create(source.component), where), "max_seq_len", None)
+        if able is not None and source.folder is None and able < longest:
+            raise ConfigError(f"{where}.max_seq_len is {able}, expected at least {longest}, what evaluate measures")
 
 
 def check_config(cfg: DictConfig) -> Run:
     """Reads the whole config before any weight is loaded; every mistake is one line."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("evaluate_hybrid runs as one process; start it without --nproc_per_node")
+        raise ConfigError("evaluate_hybrid runs as one process; start it without --nproc_per_node")
     check_keys(cfg, [*_KEYS, *SECTIONS], "the config")
+    if not scalar(cfg, "output_dir", str, ""):
+        raise ConfigError("the config has no output_dir")
     resolve_assets(cfg)
+    device, seed = _device(cfg), scalar(cfg, "seed", int, 0, least=0)
     tune_kernels(scalar(cfg, "tune_kernels", bool, False))
     measurements = list(cfg.get("evaluate", []))
     for name in measurements:
         if name not in MEASUREMENTS:
-            raise ValueError(f"unknown measurement '{name}' in evaluate; allowed: {', '.join(MEASUREMENTS)}")
+            raise ConfigError(f"unknown measurement '{name}' in evaluate; allowed: {', '.join(MEASUREMENTS)}")
     if not measurements:
-        raise ValueError(f"evaluate is empty; allowed: {', '.join(MEASUREMENTS)}")
+        raise ConfigError(f"evaluate is empty; allowed: {', '.join(MEASUREMENTS)}")
     settings = {name: section(kind, cfg.get(name), name) for name, kind in SECTIONS.items()}
     if cfg.get("teacher") is None:
-        raise ValueError("the key teacher is missing: what the students are compared with")
-    sources = {"teacher": _source(cfg.teacher, "teacher")}
+        raise ConfigError("the key teacher is missing: what the students are compared with")
+    trusted = "lm_eval" in measurements and settings["lm_eval"].trust_remote_code  # it loads the same folders
+    sources = {"teacher": _source(cfg.teacher, "teacher", trusted=trusted)}
     for name, node in (cfg.get("students") or {}).items():
         if name in sources:
-            raise ValueError(f"students.{name}: this name is taken")
+            raise ConfigError(f"students.{name}: this name is taken")
         if node is None:  # left out on the command line: students.NAME=null
             continue
-        sources[name] = _source(node, f"students.{name}")
+        sources[name] = _source(node, f"students.{name}", trusted=trusted)
     text_needed = [name for name in measurements if name in ("perplexity", "retrieval", "agreement")]
     random = [name for name, source in sources.items() if source.component is not None]
     if text_needed and random:
-        raise ValueError(f"{random[0]} has random weights, for which only speed says anything; evaluate: [speed]")
+        raise ConfigError(f"{random[0]} has random weights, for which only speed says anything; evaluate: [speed]")
     if "lm_eval" in measurements:
         check_tasks(settings["lm_eval"].tasks)
         ready = [name for name, source in sources.items() if _transformers_folder(source)]
         if not ready:
-            raise ValueError("lm_eval needs a folder that transformers loads: give a student as `folder: EXPORT`")
+            raise ConfigError("lm_eval needs a folder that transformers loads: give a student as `folder: EXPORT`")
     tokenizer = dataset = None
     if text_needed:
         check_component(cfg.get("tokenizer"), "tokenizer")
-        tokenizer = config.instantiate(cfg.tokenizer)
+        tokenizer = build(cfg.tokenizer, "tokenizer")
     if "perplexity" in measurements or "agreement" in measurements:
         check_component(cfg.get("validation_dataset"), "validation_dataset", supplied=("tokenizer",))
-        dataset = config.instantiate(cfg.validation_dataset, tokenizer)
-    needs = {
-        "perplexity": dataset.seq_len if dataset is not None else 0,
-        "retrieval": max(settings["retrieval"].distances) + _QUESTION_TOKENS,
-        "speed": max(settings["speed"].contexts),
-    }
-    device = torch.device(cfg.get("device", "cpu"))
+        dataset = build(cfg.validation_dataset, "validation_dataset", tokenizer)
+    longest = 0 if dataset is None else dataset.seq_len
+    if "perplexity" in measurements:
+        options = settings["perplexity"]
+        try:
+            check_context_lengths(options.context_lengths, scored=options.scored, seq_len=dataset.seq_len)
+        except ValueError as error:
+            raise ConfigError(f"perplexity.context_lengths: {error}") from error
+    if "retrieval" in measurements:
+        options = settings["retrieval"]
+        numbers = {"tasks": options.tasks, "distances": options.distances, "examples": options.examples}
+        try:
+            questions = example_sets(tokenizer, seed=seed, **numbers)
+        except ValueError as error:
+            raise ConfigError(f"retrieval.distances: {error}") from error
+        longest = max(longest, *(len(example.tokens) for examples in questions.values() for example in examples))
+    if "speed" in measurements:
+        longest = max(longest, *settings["speed"].contexts)
+    _check_lengths(sources, longest)
     return Run(
         measurements=measurements,
         settings=settings,
         sources=sources,
         device=device,
         dtype=parse_dtype(scalar(cfg, "dtype", str, "fp32"), "dtype"),
+        seed=seed,
         tokenizer=tokenizer,
         dataset=dataset,
-        longest=max(needs.get(name, 0) for name in measurements),
+        longest=longest,
     )
 
 
@@ -133,7 +184,7 @@ def _record_rows(report: Report, section_name: str, model: str, rows: list[Any])
     report.update({"evaluation": {section_name: [*known, *({"model": model, **row.as_dict()} for row in rows)]}})
 
 
-def evaluate_model(run: Run, report: Report, name: str, model: nn.Module, teacher: nn.Module | None, seed: int) -> None:
+def evaluate_model(run: Run, report: Report, name: str, model: nn.Module, teacher: nn.Module | None) -> None:
     """Every measurement that needs the model in memory."""
     settings = run.settings
     if "perplexity" in run.measurements:
@@ -162,7 +213,7 @@ def evaluate_model(run: Run, report: Report, name: str, model: nn.Module, teache
             distances=options.distances,
             examples=options.examples,
             batch_size=options.batch_size,
-            seed=seed,
+            seed=run.seed,
             device=run.device,
             progress=f"{name}: retrieval",
         )
@@ -204,7 +255,7 @@ def recipe_main(cfg: DictConfig) -> None:
     """Entry point of ``tune run``."""
     with one_line_errors():
         run = check_config(cfg)
-    seed = training.set_seed(cfg.get("seed", 0))
+    training.set_seed(run.seed)
     report = Report(cfg.output_dir, "evaluate_hybrid", cfg, device=run.device)
     report.update({"evaluation": {"models": {}}})
     if run.dataset is not None:
@@ -219,7 +270,8 @@ def recipe_main(cfg: DictConfig) -> None:
                 with one_line_errors():
                     model = load_model(source, device=run.device, dtype=run.dtype, min_seq_len=run.longest)
                 describe(report, name, source, model)
-                evaluate_model(run, report, name, model, teacher, seed)
+                with exports_compute(run.device, model, teacher):
+                    evaluate_model(run, report, name, model, teacher)
                 if name == "teacher" and "agreement" in run.measurements:
                     teacher = model
                 del model
@@ -236,8 +288,8 @@ def recipe_main(cfg: DictConfig) -> None:
                     limit=options.limit,
                     num_fewshot=options.num_fewshot,
                     max_seq_lengths=options.max_seq_lengths,
-                    trust_remote_code=options.trust_remote_code,
-                    seed=seed,
+                    trust_remote_code=source.trust_remote_code,
+                    seed=run.seed,
                 )
                 _record(report, "lm_eval", name, scores)
     print(f"report: {report.finish()}")

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import config as torchtune_config
 
-from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions, initialize_mixers
+from tcal_components.calibration.initialize import STRATEGIES, StartConfig, initialize_mixers
 from tcal_components.calibration.layer_optimizer import AlignConfig
 from tcal_components.calibration.policies import (
     POLICIES,
@@ -35,7 +35,8 @@ from tcal_components.calibration.resumable import resumable_alignment, stored_st
 from tcal_components.calibration.scoring import ScoreFile, Scorer
 from tcal_components.checkpoint.artifacts import read_tensors, write_tensors
 from tcal_components.checkpoint.fingerprint import fingerprint, stored_fingerprint
-from tcal_components.config import ConfigError, one_line_errors, section
+from tcal_components.config import ConfigError, one_line_errors, scalar, section
+from tcal_components.data.roles import recut
 from tcal_components.evaluation.perplexity import evaluation_batches
 from tcal_components.models.memory import count_parameters
 from tcal_components.modules.hybrid_decoder import HybridDecoder
@@ -68,10 +69,9 @@ class SelectConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class StartConfig(InitializeOptions):
+class MeasuredStart(StartConfig):
     """Section ``initialize``: a strategy of the table, its numbers, and queries a block while the teacher is measured."""
 
-    strategy: str = "taylor"
     query_block: int = 128
 
 
@@ -91,12 +91,10 @@ class SelectLayers:
         self.bench = bench = Workbench(cfg, extra_keys=("select", "initialize", "save_every"))
         self.cfg, self.ctx, self.out = cfg, bench.ctx, bench.output_dir
         self.select = section(SelectConfig, cfg.get("select"), "select")
-        self.start = section(StartConfig, cfg.get("initialize"), "initialize")
+        self.start = section(MeasuredStart, cfg.get("initialize"), "initialize")
         self.align_config = section(AlignConfig, cfg.get("align"), "align")
+        self.save_every = scalar(cfg, "save_every", int, 100, least=1)
         self._check()
-        self.options = InitializeOptions(
-            **{field.name: getattr(self.start, field.name) for field in dataclasses.fields(InitializeOptions)}
-        )
         self.report = Report(
             self.out,
             "select_layers",
@@ -123,6 +121,23 @@ class SelectLayers:
             raise ConfigError(f"initialize.strategy is {self.start.strategy!r}; allowed: {', '.join(STRATEGIES)}")
         if "alignment_error" in select.policies and self.align_config.steps < 1:
             raise ConfigError("select.policy alignment_error needs an alignment, but align.steps is 0")
+        counts = {"select.batch_size": select.batch_size, "initialize.query_block": self.start.query_block}
+        for key, value in counts.items():
+            if value < 1:
+                raise ConfigError(f"{key} is {value}, expected at least 1")
+        if self._aligns:
+            self.bench.check_batch_size(self.align_config.batch_size, "align.batch_size")
+            seq_len, tokens = self.align_config.seq_len, self.bench.data["calibration"].num_tokens
+            if seq_len > tokens:
+                raise ConfigError(
+                    f"align.seq_len is {seq_len}, expected at most the {tokens} tokens of calibration_dataset"
+                )
+
+    @property
+    def _aligns(self) -> bool:
+        """Whether a policy needs aligned mixers."""
+        policies = [POLICIES[name] for name in self.select.policies]
+        return any(policy.alignment or (policy.mixers and self.select.mixers == "align") for policy in policies)
 
     @property
     def teacher(self) -> HybridDecoder:
@@ -145,7 +160,7 @@ class SelectLayers:
         mixers = None
         if any(POLICIES[name].mixers for name in select.policies):
             mixers = self.initialize()
-            if select.mixers == "align" or any(POLICIES[name].alignment for name in select.policies):
+            if self._aligns:
                 mixers = self.align(mixers)
         for name in select.policies:
             self.write(name, *self.rank(name, mixers))
@@ -186,7 +201,7 @@ class SelectLayers:
                     batches=bench.calibration_batches(self.select.batch_size),
                     heldout_batches=list(bench.calibration_batches(self.select.batch_size, "heldout")),
                     seed=bench.seed,
-                    options=self.options,
+                    options=self.start.options,
                     autocast_dtype=self.ctx.autocast_dtype,
                 )
                 if self.ctx.is_first:
@@ -202,7 +217,9 @@ class SelectLayers:
         bench, config, path = self.bench, self.align_config, self.out / "align" / "mixers.safetensors"
         aligned = fingerprint(self.initialized, dataclasses.asdict(config))
         if not (stored_fingerprint(path) == aligned and self.report.finished("align")):
-            text = torchtune_config.instantiate(self.cfg.calibration_dataset, bench.tokenizer, seq_len=config.seq_len)
+            # Cut to another length it must not run into the text that layers are scored on.
+            tokens = min(config.text_tokens, bench.data["calibration"].num_tokens)
+            text = recut(self.cfg.calibration_dataset, bench.tokenizer, seq_len=config.seq_len, max_tokens=tokens)
             with self.report.stage("align") as clock:
                 result = resumable_alignment(
                     self.out / "align" / "state",
@@ -213,7 +230,7 @@ class SelectLayers:
                     prepare=bench.prepare,
                     heldout_batches=list(bench.calibration_batches(config.batch_size, "heldout")),
                     config=config,
-                    save_every=int(self.cfg.get("save_every", 100)),
+                    save_every=self.save_every,
                     autocast_dtype=self.ctx.autocast_dtype,
                 )
                 if self.ctx.is_first:

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tcal_components.evaluation.load import exports_compute
+
 _log = logging.getLogger(__name__)
 
 LOCAL_TASK = "tcal_local"
@@ -119,7 +123,12 @@ def lm_eval_scores(
     if not (Path(folder) / "config.json").is_file():
         raise FileNotFoundError(f"lm-eval: {folder} is no model folder (no config.json)")
     import lm_eval
+    from lm_eval.api.registry import get_model
 
+    model = get_model("hf").create_from_arg_obj(
+        {"pretrained": str(folder), "dtype": dtype, "trust_remote_code": trust_remote_code},
+        {"batch_size": batch_size, "device": device},
+    )
     lengths = None if max_seq_lengths is None else [int(length) for length in max_seq_lengths]
     # lm-eval counts a limit over all lengths of a task: with several, it would run the first alone.
     runs = [lengths] if limit is None or not lengths else [[length] for length in lengths]
@@ -128,22 +137,20 @@ def lm_eval_scores(
         metadata: dict[str, Any] = {"pretrained": str(folder)}  # RULER sizes its texts with the model's tokenizer
         if run is not None:
             metadata["max_seq_lengths"] = run
-        results = lm_eval.simple_evaluate(
-            model="hf",
-            model_args={"pretrained": str(folder), "dtype": dtype, "trust_remote_code": trust_remote_code},
-            tasks=[local_task() if task == LOCAL_TASK else task for task in tasks],
-            device=device,
-            batch_size=batch_size,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            bootstrap_iters=0,
-            log_samples=False,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
-            metadata=metadata,
-        )
+        with exports_compute(torch.device(device), model.model):
+            results = lm_eval.simple_evaluate(
+                model=model,
+                tasks=[local_task() if task == LOCAL_TASK else task for task in tasks],
+                limit=limit,
+                num_fewshot=num_fewshot,
+                bootstrap_iters=0,
+                log_samples=False,
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
+                metadata=metadata,
+            )
         for task, row in _scores(results["results"]).items():
             scores.setdefault(task, {}).update(row)
     return scores

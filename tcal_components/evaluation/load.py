@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tcal_components.checkpoint.hf_folder import load_teacher_state_dict
+from tcal_components.checkpoint.stock_model import usable_kernels
+from tcal_components.config import ConfigError
 from tcal_components.models import build_decoder, read_spec
 from tcal_components.models.spec import DecoderSpec
 from tcal_components.modules.gated_delta_net import DecayParameters
@@ -31,6 +35,7 @@ class ModelSource:
         folder: Exported folder (or any checkpoint), loaded by plain transformers.
         component: Model builder called with its arguments, random weights: for speed and memory only.
         max_seq_len: Longest sequence of our decoders. Default: what the measurements need.
+        trust_remote_code: Run the modeling file that a ``folder`` brings (``export.format: hf_custom``). Default: False.
     """
 
     checkpoint_dir: str | None = None
@@ -38,17 +43,18 @@ class ModelSource:
     folder: str | None = None
     component: dict[str, Any] | None = None
     max_seq_len: int | None = None
+    trust_remote_code: bool = False
 
     def check(self, where: str) -> None:
         """Raises one clear line for a source that cannot be loaded, before anything is loaded.
 
         Raises:
-            ValueError: For a combination of keys that says nothing or two things.
+            ConfigError: For a combination of keys that says nothing or two things, or a folder whose code is not trusted.
             FileNotFoundError: For a path that does not exist.
         """
         kinds = [self.checkpoint_dir is not None, self.folder is not None, self.component is not None]
         if sum(kinds) != 1 or (self.weights is not None and self.checkpoint_dir is None):
-            raise ValueError(
+            raise ConfigError(
                 f"{where}: give either checkpoint_dir (with weights for a student), or folder (an export), or component "
                 "(random weights)"
             )
@@ -58,12 +64,30 @@ class ModelSource:
                 raise FileNotFoundError(f"{where}.{key}: {value} does not exist")
         if self.weights is not None:
             _weight_files(Path(self.weights))
+        if self.folder is not None and _brings_code(Path(self.folder), where) and not self.trust_remote_code:
+            raise ConfigError(
+                f"{where}.folder: {self.folder} is loaded by a modeling file of its own (export.format hf_custom); "
+                f"{where}.trust_remote_code=true allows it to run"
+            )
 
     def describe(self) -> str:
         """For the report."""
         if self.component is not None:
             return f"random weights of {self.component.get('_component_')}"
         return str(self.weights or self.folder or self.checkpoint_dir)
+
+
+def _brings_code(folder: Path, where: str) -> bool:
+    """Whether transformers loads a folder by code that lies in it, because it has none of its own for that model."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{where}.folder: {folder} is no model folder (no config.json)")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if "AutoModelForCausalLM" not in config.get("auto_map", {}):
+        return False
+    from transformers import CONFIG_MAPPING
+
+    return config.get("model_type") not in CONFIG_MAPPING
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -124,7 +148,9 @@ def load_model(source: ModelSource, *, device: torch.device, dtype: torch.dtype,
     if source.folder is not None:
         from transformers import AutoModelForCausalLM
 
-        model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=dtype, trust_remote_code=source.trust_remote_code
+        )
         return model.to(device).eval()
     if source.component is not None:
         from torchtune import config
@@ -163,6 +189,21 @@ def _finish(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mo
         if id(parameter) not in exact:
             parameter.data = parameter.data.to(dtype)
     return model.to(device).eval()
+
+
+@contextlib.contextmanager
+def exports_compute(device: torch.device, *models: Any) -> Iterator[None]:
+    """Lets exported folders among the models compute on a CPU too, see ``usable_kernels``.
+
+    Args:
+        device: Where they compute.
+        *models: To be evaluated; others than exports, and None, are left as they are.
+    """
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            if any(cls.__name__ == "Qwen3_5ForCausalLM" for cls in type(model).__mro__):
+                stack.enter_context(usable_kernels(model, device))
+        yield
 
 
 def free(device: torch.device) -> None:

@@ -189,6 +189,25 @@ def perplexity(
     return PerplexityResult(float(sums[:, 0].sum()), tokens, rows[: longest + 1])
 
 
+def check_context_lengths(lengths: Sequence[int], *, scored: int, seq_len: int) -> None:
+    """Refuses lengths that :func:`perplexity_by_context` cannot measure.
+
+    Args:
+        lengths: Context lengths in tokens.
+        scored: Tokens predicted at the end of each sequence.
+        seq_len: Tokens of a sequence of the dataset.
+
+    Raises:
+        ValueError: If a length does not fit between ``scored`` and the sequences.
+    """
+    for length in lengths:
+        if not scored <= length <= seq_len:
+            raise ValueError(
+                f"context length {length}: expected at least the {scored} scored tokens and at most the {seq_len} "
+                "tokens of a sequence of the dataset"
+            )
+
+
 def perplexity_by_context(
     model: nn.Module,
     dataset: Any,
@@ -223,13 +242,7 @@ def perplexity_by_context(
     Raises:
         ValueError: If a length does not fit between ``scored`` and the sequences.
     """
-    available = len(dataset[0]["tokens"])
-    for length in lengths:
-        if not scored <= length <= available:
-            raise ValueError(
-                f"context length {length}: expected at least the {scored} scored tokens and at most the {available} "
-                "tokens of a sequence of the dataset"
-            )
+    check_context_lengths(lengths, scored=scored, seq_len=len(dataset[0]["tokens"]))
     rank, world_size = _rank_and_world()
 
     def windows(length: int) -> Iterator[dict[str, Tensor]]:

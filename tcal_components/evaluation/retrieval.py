@@ -90,6 +90,28 @@ def score(
     return right / total, whole / len(examples)
 
 
+def example_sets(
+    tokenizer: Tokenizer, *, tasks: Sequence[str], distances: Sequence[int], examples: int, seed: int
+) -> dict[tuple[str, int], list[Example]]:
+    """The questions of :func:`retrieval` by task and distance, which is also how to find out whether they can be asked.
+
+    Args:
+        tokenizer: The models' tokenizer.
+        tasks: Names in ``TASKS``.
+        distances: Tokens between statement and answer.
+        examples: Questions for each task and distance.
+        seed: Of the questions.
+
+    Returns:
+        dict: The questions of each task and distance.
+
+    Raises:
+        ValueError: For an unknown task or a distance too short for its text.
+    """
+    work = [(task, distance) for task in tasks for distance in distances]
+    return {key: make_examples(key[0], tokenizer, distance=key[1], count=examples, seed=seed) for key in work}
+
+
 def retrieval(
     model: nn.Module,
     tokenizer: Tokenizer,
@@ -123,12 +145,9 @@ def retrieval(
     Raises:
         ValueError: For an unknown task or a distance too short for its text.
     """
-    work = [(task, distance) for task in tasks for distance in distances]
-    sets = {key: make_examples(key[0], tokenizer, distance=key[1], count=examples, seed=seed) for key in work}
+    sets = example_sets(tokenizer, tasks=tasks, distances=distances, examples=examples, seed=seed)
     results = []
-    for task, distance in tqdm(work, desc=progress, disable=progress is None, unit="task"):
-        accuracy, exact = score(
-            model, sets[task, distance], batch_size=batch_size, device=device, autocast_dtype=autocast_dtype
-        )
+    for (task, distance), questions in tqdm(sets.items(), desc=progress, disable=progress is None, unit="task"):
+        accuracy, exact = score(model, questions, batch_size=batch_size, device=device, autocast_dtype=autocast_dtype)
         results.append(RetrievalResult(task, distance, examples, accuracy, exact, chance_level(task, tokenizer)))
     return results

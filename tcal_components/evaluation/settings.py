@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tcal_components.config import ConfigError
 from tcal_components.evaluation.harness import LOCAL_TASK
 from tcal_components.evaluation.retrieval_tasks import TASKS
+from tcal_components.evaluation.speed import WARMUP_STEPS
 
 MEASUREMENTS = ("perplexity", "retrieval", "agreement", "speed", "lm_eval")
 
 
 def _positive(where: str, name: str, values: list[int]) -> None:
     if not values or any(isinstance(value, bool) or not isinstance(value, int) or value < 1 for value in values):
-        raise ValueError(f"{where}.{name} is {values}, expected whole numbers of at least 1")
+        raise ConfigError(f"{where}.{name} is {values}, expected whole numbers of at least 1")
 
 
 @dataclass
@@ -26,6 +28,9 @@ class PerplexitySettings:
 
     def __post_init__(self) -> None:
         _positive("perplexity", "batch_size", [self.batch_size])
+        _positive("perplexity", "scored", [self.scored])
+        if self.max_sequences is not None:
+            _positive("perplexity", "max_sequences", [self.max_sequences])
         if self.context_lengths:
             _positive("perplexity", "context_lengths", self.context_lengths)
 
@@ -40,9 +45,11 @@ class RetrievalSettings:
     batch_size: int = 4
 
     def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ConfigError(f"retrieval.tasks is empty; allowed: {', '.join(TASKS)}")
         for task in self.tasks:
             if task not in TASKS:
-                raise ValueError(f"unknown task '{task}' in retrieval.tasks; allowed: {', '.join(TASKS)}")
+                raise ConfigError(f"unknown task '{task}' in retrieval.tasks; allowed: {', '.join(TASKS)}")
         _positive("retrieval", "distances", self.distances)
         _positive("retrieval", "examples", [self.examples])
         _positive("retrieval", "batch_size", [self.batch_size])
@@ -73,8 +80,12 @@ class SpeedSettings:
         _positive("speed", "contexts", self.contexts)
         _positive("speed", "batch_size", [self.batch_size])
         _positive("speed", "repeats", [self.repeats])
+        if self.decode_tokens <= WARMUP_STEPS:
+            raise ConfigError(
+                f"speed.decode_tokens is {self.decode_tokens}, expected more than {WARMUP_STEPS}, which only warm up"
+            )
         if min(self.contexts) <= self.decode_tokens:
-            raise ValueError(f"speed.decode_tokens is {self.decode_tokens}, expected less than every context")
+            raise ConfigError(f"speed.decode_tokens is {self.decode_tokens}, expected less than every context")
 
 
 @dataclass
@@ -90,7 +101,8 @@ class LmEvalSettings:
 
     def __post_init__(self) -> None:
         if not self.tasks:
-            raise ValueError("lm_eval.tasks is empty")
+            raise ConfigError("lm_eval.tasks is empty")
+        _positive("lm_eval", "batch_size", [self.batch_size])
 
 
 SECTIONS = {

@@ -19,7 +19,7 @@ from tcal_components.evaluation.cache_size import measured_cache_bytes, theoreti
 
 log = utils.get_logger("INFO")
 
-_WARMUP_STEPS = 3
+WARMUP_STEPS = 3  # of decoding, not timed
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ def decode_speed(model: nn.Module, tokens: Tensor, *, steps: int, dtype: torch.d
     with filled:
         token, start = tokens[:, :1], 0.0
         for index in range(steps):
-            if index == _WARMUP_STEPS:
+            if index == WARMUP_STEPS:
                 start = _now(tokens.device)
             token = step(token, index).argmax(-1, keepdim=True)
-        seconds = (_now(tokens.device) - start) / (steps - _WARMUP_STEPS)
+        seconds = (_now(tokens.device) - start) / (steps - WARMUP_STEPS)
         return seconds, size()
 
 
@@ -197,16 +197,16 @@ def graph_decode_seconds(model: nn.Module, tokens: Tensor, *, steps: int, dtype:
         beside = torch.cuda.Stream(device)
         beside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(beside):  # libraries allocate what they keep before the capture
-            for _ in range(_WARMUP_STEPS):
+            for _ in range(WARMUP_STEPS):
                 step()
         torch.cuda.current_stream(device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
         start = _now(device)
-        for _ in range(steps - _WARMUP_STEPS):
+        for _ in range(steps - WARMUP_STEPS):
             graph.replay()
-        return (_now(device) - start) / (steps - _WARMUP_STEPS)
+        return (_now(device) - start) / (steps - WARMUP_STEPS)
 
 
 def _graph_seconds(model: nn.Module, tokens: Tensor, *, steps: int, dtype: torch.dtype) -> float | None:
@@ -248,9 +248,9 @@ def speed(
     """
     device, dtype = device_of(model), next(model.parameters()).dtype
     longest = getattr(model, "max_seq_len", None)
-    if decode_tokens <= _WARMUP_STEPS:
+    if decode_tokens <= WARMUP_STEPS:
         raise ValueError(
-            f"speed: decode_tokens is {decode_tokens}; expected more than the {_WARMUP_STEPS} warm-up steps"
+            f"speed: decode_tokens is {decode_tokens}; expected more than the {WARMUP_STEPS} warm-up steps"
         )
     for context in contexts:
         if context <= decode_tokens:

@@ -1,12 +1,9 @@
-"""Floating-point operations and memory of a training step in closed form, for benchmarks."""
+"""Floating-point operations of a training step in closed form, for benchmarks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from tcal_components.models.memory import count_parameters
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
 
 # Tokens of a chunk of the gated delta rule on CUDA.
@@ -58,41 +55,3 @@ class ModelFlops:
         """FLOPs a token of an alignment step of all converted layers."""
         mixer = 2.0 * self.mixer_inputs + 3.0 * self.mixer_output + 3.0 * self.recurrence
         return self.layers * (self.mlp + self.attention) + self.converted * mixer
-
-
-def expected_bytes(
-    spec: DecoderSpec,
-    *,
-    retained_layers: Sequence[int],
-    gdn: GatedDeltaNetSpec,
-    stage: str,
-    teacher_dtype: torch.dtype,
-    student_dtype: torch.dtype,
-    eight_bit_optimizer: bool,
-    eight_bit_teacher: bool,
-) -> float:
-    """Weights, gradients and optimizer state of teacher and student over all processes; activations come on top.
-
-    Args:
-        spec: numbers of the teacher.
-        retained_layers: layers that keep attention in the hybrid.
-        gdn: sizes of the mixers.
-        stage: "distill" or "align".
-        teacher_dtype: of the teacher's weights.
-        student_dtype: of the student's weights, gradients and moments; alignment always has float32.
-        eight_bit_optimizer: 8-bit moments with a float32 scale for every 256 values.
-        eight_bit_teacher: the teacher's layers are stored in 8 bits.
-
-    Returns:
-        Bytes.
-    """
-    teacher, _ = count_parameters(spec)
-    student, mixers = count_parameters(spec, retained_layers=retained_layers, gdn=gdn)
-    total = float(teacher * teacher_dtype.itemsize)
-    if eight_bit_teacher:
-        embeddings = spec.vocab_size * spec.embed_dim * (1 if spec.tie_word_embeddings else 2)
-        total -= (teacher - embeddings) * (teacher_dtype.itemsize - 1)
-    if stage == "align":
-        return total + mixers * 3 * 4  # weights and moments; gradients exist of one layer at a time
-    moments = 2 * (1 + 4 / 256) if eight_bit_optimizer else 2 * student_dtype.itemsize
-    return total + student * (2 * student_dtype.itemsize + moments)

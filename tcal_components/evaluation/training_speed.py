@@ -18,9 +18,10 @@ from tcal_components.distillation import DistillConfig, Distiller, LinearKL
 from tcal_components.distributed import ParallelContext, materialize, parallelize, to_storage_dtype
 from tcal_components.evaluation.loss_head import DenseKL
 from tcal_components.evaluation.synthetic import SyntheticPacks, random_weights_
-from tcal_components.evaluation.training_flops import ModelFlops, expected_bytes
+from tcal_components.evaluation.training_flops import ModelFlops
 from tcal_components.evaluation.training_variants import OPTIMIZERS, Variant
 from tcal_components.models._decoder import build_decoder
+from tcal_components.models.memory import estimate_memory
 from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
 from tcal_components.modules.conversion import build_mixers
 from tcal_components.modules.hybrid_decoder import HybridDecoder
@@ -110,7 +111,7 @@ class TrainingSpeed:
             The row: ``status`` is ``ok`` or ``out of memory``; numbers are the slowest and fullest process's.
         """
         row: dict[str, Any] = dataclasses.asdict(variant)
-        row["expected_gib"] = self._expected(variant) / self.ctx.world_size / GIB
+        row["expected_gib"] = self._expected(variant) / GIB
         free_memory(self.ctx.device)
         try:
             row |= self._align(variant) if variant.stage == "align" else self._distill(variant)
@@ -121,16 +122,16 @@ class TrainingSpeed:
         return row
 
     def _expected(self, variant: Variant) -> float:
-        return expected_bytes(
+        estimate = estimate_memory(
             self.spec,
             retained_layers=self.retained,
             gdn=self.gdn,
-            stage=variant.stage,
             teacher_dtype=self.ctx.dtype,
             student_dtype=parse_dtype(variant.weights, "weights"),
-            eight_bit_optimizer=variant.optimizer == "adamw8bit",
-            eight_bit_teacher=variant.teacher == "float8" and self.ctx.world_size == 1,
+            optimizer=OPTIMIZERS[variant.optimizer],
+            float8_teacher=variant.teacher == "float8" and not variant.emulate_float8,
         )
+        return estimate.of_process([variant.stage], processes=self.ctx.world_size, dp_replicate=self.ctx.dp_replicate)
 
     def _model(self, variant: Variant, *, student: bool) -> HybridDecoder:
         """Student or teacher with random weights made on the device; no process holds or moves a full copy."""

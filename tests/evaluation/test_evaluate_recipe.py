@@ -12,7 +12,11 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from tcal_components.checkpoint.export import export_hybrid
+from tcal_components.checkpoint.import_hybrid import import_hybrid
+from tcal_components.config import ConfigError
+from tcal_components.evaluation import harness
 from tcal_components.evaluation.load import ModelSource, load_model
+from tcal_components.evaluation.retrieval_tasks import make_examples
 from tcal_components.models import build_decoder, read_spec
 
 ROOT = Path(__file__).parents[2]
@@ -215,6 +219,22 @@ def test_random_weights_for_speed_alone(recipe, config, tmp_path, monkeypatch, r
         ({"retrieval": {"distance": [5]}}, "unknown key 'distance' in retrieval"),
         ({"retrieval": {"tasks": ["needles"]}}, "unknown task 'needles'"),
         ({"speed": {"contexts": [16], "decode_tokens": 16}}, "speed.decode_tokens is 16"),
+        ({"speed": {"contexts": [16], "decode_tokens": 2}}, "speed.decode_tokens is 2, expected more than 3"),
+        (
+            {"perplexity": {"context_lengths": [16, 4096], "scored": 8}},
+            "perplexity.context_lengths: context length 4096",
+        ),
+        ({"perplexity": {"context_lengths": [16], "scored": 32}}, "expected at least the 32 scored tokens"),
+        ({"perplexity": {"scored": 0}}, "perplexity.scored is [0], expected whole numbers of at least 1"),
+        (
+            {"retrieval": {"distances": [300, 16]}},
+            "retrieval.distances: retrieval task needle: distance 16 is too short",
+        ),
+        ({"retrieval": {"tasks": []}}, "retrieval.tasks is empty; allowed: needle"),
+        ({"lm_eval": {"batch_size": 0}}, "lm_eval.batch_size is [0], expected whole numbers"),
+        ({"device": "tpu"}, "device is 'tpu'; allowed: cpu, cuda, cuda:N"),
+        ({"seed": -1}, "seed is -1, expected at least 0"),
+        ({"output_dir": None}, "the config has no output_dir"),
         ({"teacher": None}, "the key teacher is missing"),
         ({"teacher": {"checkpoint_dir": "no/such/folder"}}, "teacher.checkpoint_dir: no/such/folder does not exist"),
         ({"students": {"x": {"weights": "w"}}}, "students.x: give either checkpoint_dir"),
@@ -229,6 +249,120 @@ def test_mistakes_are_one_line_before_anything_is_loaded(
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and message in error and len(error.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_cuda_on_a_machine_without_it(recipe, config):
+    with pytest.raises(ValueError, match="^device is cuda, but torch finds no CUDA device; set device=cpu"):
+        recipe.check_config(OmegaConf.create({**config, "device": "cuda"}))
+
+
+def test_models_that_are_too_short(recipe, config, run_folder):
+    config["students"]["aligned"]["max_seq_len"] = 64
+    with pytest.raises(ConfigError, match="^students.aligned.max_seq_len is 64, expected at least 300, what evaluate"):
+        recipe.check_config(OmegaConf.create(config))
+    builder = {"_component_": "tcal_components.models.teacher", "checkpoint_dir": str(run_folder / "teacher")}
+    config.update(evaluate=["speed"], teacher=builder, students={})
+    with pytest.raises(ConfigError, match="^teacher.max_seq_len is 128, expected at least 300, what evaluate"):
+        recipe.check_config(OmegaConf.create(config))
+
+
+def test_models_are_as_long_as_the_longest_question(recipe, config):
+    config.update(evaluate=["retrieval"], retrieval={"tasks": ["needle"], "distances": [160, 200], "examples": 3})
+    run = recipe.check_config(OmegaConf.create(config))
+    questions = make_examples("needle", run.tokenizer, distance=200, count=3, seed=run.seed)
+    assert run.longest == max(len(question.tokens) for question in questions)
+
+
+# ---------------------------------------------------------------------------------------- folders with their own code
+
+
+@pytest.fixture
+def custom(run_folder, tmp_path, monkeypatch):
+    """The student's export in format hf_custom."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    state_dict, spec, gdn, kept = import_hybrid(run_folder / "export")
+    options = {"teacher_dir": run_folder / "teacher", "dtype": torch.float32, "format": "hf_custom"}
+    export_hybrid(state_dict, spec=spec, gdn=gdn, retained_layers=kept, output_dir=tmp_path / "custom", **options)
+    return str(tmp_path / "custom")
+
+
+@pytest.fixture
+def kernels_of_a_gpu(monkeypatch):
+    """As where triton is installed: what transformers chose at import cannot compute on the CPU."""
+    module = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    names = [
+        "torch_chunk_gated_delta_rule",
+        "torch_recurrent_gated_delta_rule",
+        "causal_conv1d_fn",
+        "causal_conv1d_update",
+    ]
+    for name in names:
+        plain = getattr(module, name)
+
+        def fail(*args, **options):
+            raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+
+        fail.__wrapped__ = getattr(plain, "__wrapped__", plain)
+        monkeypatch.setattr(module, name, fail)
+
+
+def test_a_folder_with_its_own_code_has_to_be_trusted(recipe, config, custom):
+    config["students"] = {"exported": {"folder": custom}}
+    with pytest.raises(ConfigError, match="exported.folder: .* is loaded by a modeling file of its own") as error:
+        recipe.check_config(OmegaConf.create(config))
+    assert "students.exported.trust_remote_code=true allows it to run" in str(error.value)
+    assert "\n" not in str(error.value)
+    config["students"] = {"exported": {"folder": custom, "trust_remote_code": True}}
+    assert recipe.check_config(OmegaConf.create(config)).sources["exported"].trust_remote_code
+
+
+def test_a_folder_needs_a_config(recipe, config, tmp_path):
+    (tmp_path / "empty").mkdir()
+    config["students"] = {"exported": {"folder": str(tmp_path / "empty")}}
+    with pytest.raises(FileNotFoundError, match="^students.exported.folder: .*empty is no model folder"):
+        recipe.check_config(OmegaConf.create(config))
+
+
+def test_exports_of_both_formats_on_a_cpu(recipe, config, custom, tmp_path, monkeypatch, kernels_of_a_gpu):
+    config["students"]["custom"] = {"folder": custom, "trust_remote_code": True}
+    config.update(
+        evaluate=["perplexity", "agreement", "speed"], speed={"contexts": [32], "decode_tokens": 5, "repeats": 1}
+    )
+    assert not _run(recipe, config, tmp_path, monkeypatch)
+    evaluation = json.loads((tmp_path / "out" / "report.json").read_text())["evaluation"]
+    values = {name: row["perplexity"] for name, row in evaluation["perplexity"].items()}
+    assert values["custom"] == pytest.approx(values["exported"], rel=1e-4)
+    assert values["exported"] == pytest.approx(values["aligned"], rel=1e-4)
+    assert evaluation["agreement"].keys() == {"aligned", "exported", "custom"} and len(evaluation["speed"]) == 4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval")
+def test_lm_eval_of_a_folder_with_its_own_code(recipe, config, custom, tmp_path, monkeypatch, kernels_of_a_gpu):
+    monkeypatch.setattr(
+        recipe, "check_tasks", lambda tasks: None
+    )  # reads all tasks that there are, which takes a while
+    monkeypatch.setattr(harness, "check_tasks", lambda tasks: None)
+    original, trusted = recipe.lm_eval_scores, {}
+
+    def scores(folder, *, trust_remote_code, **options):
+        trusted[Path(folder).name] = trust_remote_code
+        if not trust_remote_code:
+            return {}
+        return original(folder, trust_remote_code=trust_remote_code, **options)
+
+    monkeypatch.setattr(recipe, "lm_eval_scores", scores)
+    config.update(evaluate=["lm_eval"], lm_eval={"limit": 2})
+    config["students"] = {"custom": {"folder": custom, "trust_remote_code": True}}
+    assert not _run(recipe, config, tmp_path, monkeypatch)
+    assert trusted == {"teacher": False, "custom": True}
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["evaluation"]["lm_eval"]
+    assert 0 <= found["custom"]["tcal_local"]["acc"] <= 1
+    config["students"] = {"custom": {"folder": custom}}
+    config["lm_eval"] = {"trust_remote_code": True}  # of all folders
+    assert recipe.check_config(OmegaConf.create(config)).sources["custom"].trust_remote_code
 
 
 def test_low_precision_leaves_the_decay_exact(run_folder):

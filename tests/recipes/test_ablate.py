@@ -1,4 +1,7 @@
+import dataclasses
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,8 @@ from omegaconf import OmegaConf
 from tcal_components import recovery
 from tcal_components.calibration.alignment import AlignConfig
 from tcal_components.calibration.comparison import lower_envelope
-from tcal_components.config import section
+from tcal_components.config import ConfigError, section
+from tcal_components.distributed import ParallelContext
 
 SMALL = [
     "starts=[naive,{name: mine, strategy: taylor, pull: 1.0}]",
@@ -152,6 +156,44 @@ def test_a_run_that_diverges_is_noted(run, module, monkeypatch):
     assert start["best"]["batch_size"] == 4 and start["runs"][0]["note"] == "loss nan"
 
 
+def test_students_of_earlier_runs_are_gone(run, monkeypatch):
+    """Also after a run that diverged, and where the student is a cycle, as under FSDP2."""
+    original, student_of, made, alive = recovery.distill, recovery.Recovery._student, [], []
+
+    def build(self, mixers):
+        alive.append(sum(student() is not None for student in made))
+        student = student_of(self, mixers)
+        object.__setattr__(student, "itself", student)
+        made.append(weakref.ref(student))
+        return student
+
+    def distill(*args, config, **kwargs):
+        if config.batch_size == 2:
+            raise recovery.NonFiniteLossError("loss nan")
+        return original(*args, config=config, **kwargs)
+
+    monkeypatch.setattr(recovery.Recovery, "_student", build)
+    monkeypatch.setattr(recovery, "distill", distill)
+    gc.disable()
+    try:
+        changes = [TWO_ALIGNMENTS, "recovery.starts=[naive/none]", "recovery.lr=[1.0e-3]"]
+        run(*changes, "recovery.batch_size=[2,4,8]")
+    finally:
+        gc.enable()
+    assert alive == [0, 0, 0]
+
+
+def test_a_batch_that_the_processes_cannot_share(module, small_config, monkeypatch):
+    create = ParallelContext.create
+    two = lambda *args, **options: dataclasses.replace(create(*args, **options), world_size=2)
+    monkeypatch.setattr(ParallelContext, "create", two)
+    cfg = _changed(small_config("ablate_quickstart"), [*SMALL, "alignments.published.batch_size=3"])
+    with pytest.raises(
+        ConfigError, match="^alignments.published.batch_size is 3, expected a multiple of the 2 processes"
+    ):
+        module.AblateInitialization(cfg)
+
+
 def test_intervals_in_tokens_are_at_least_one_step(module, small_config):
     changes = ["recovery.tokens=4096", "recovery.batch_size=[2,3,16]", "recovery.save_every_tokens=1000"]
     grid = module.AblateInitialization(_changed(small_config("ablate_quickstart"), [*SMALL, *changes])).recovery.grids[
@@ -214,6 +256,13 @@ def test_the_config_of_smollm2_compares_at_the_same_number_of_tokens():
         ("starts=[naive,{name: a/b, strategy: taylor}]", "starts has the name 'a/b'"),
         ("alignments=null", "alignments is empty"),
         ("alignments.ours={step: 4}", "unknown key 'step' in alignments.ours .did you mean 'steps'"),
+        (
+            "alignments.published.seq_len=512",
+            "^alignments.published.seq_len is 512, but teacher_model.max_seq_len is 256",
+        ),
+        ("ablate.batch_size=0", "^ablate.batch_size is 0, expected at least 1"),
+        ("ablate.query_block=0", "^ablate.query_block is 0, expected at least 1"),
+        ("save_every=0", "^save_every is 0, expected at least 1"),
         ("ablate.seeds=[]", "ablate.seeds is .., expected a list"),
         ("ablate.target_steps=[400]", "ablate.target_steps has 400, but alignments.ours has 4 steps"),
         ("ablate.target_alignment=none", "ablate.target_start 'naive' with target_alignment 'none' is no cell"),

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -7,6 +8,9 @@ import pytest
 
 from tcal_components.calibration import scoring
 from tcal_components.calibration.selection import RetainConfig, resolve_retained
+from tcal_components.config import ConfigError
+from tcal_components.distributed import ParallelContext
+from tcal_components.workbench import Workbench
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICIES = ["uniform", "ablation", "single_keep", "kl_guided", "alignment_error"]
@@ -69,11 +73,48 @@ def test_an_interrupted_run_continues(recipe, small_config, tmp_path, monkeypatc
         ("select.num_layer=2", "unknown key 'num_layer' in select"),
         ("initialize.strategy=best", "initialize.strategy is 'best'; allowed: naive"),
         ("align.steps=0", "select.policy alignment_error needs an alignment"),
+        ("select.batch_size=0", "select.batch_size is 0, expected at least 1"),
+        ("initialize.query_block=0", "initialize.query_block is 0, expected at least 1"),
+        ("save_every=0", "save_every is 0, expected at least 1"),
+        (
+            "calibration_dataset.max_tokens=128 align.seq_len=192",
+            "align.seq_len is 192, expected at most the 128 tokens",
+        ),
     ],
 )
 def test_mistakes_are_found_before_the_teacher_is_read(recipe, small_config, change, message):
     with pytest.raises(ValueError, match="^" + message.replace("[", r"\[")):
-        recipe(small_config("select_layers", change))
+        recipe(small_config("select_layers", *change.split()))
+
+
+def test_a_batch_that_the_processes_cannot_share(recipe, small_config, monkeypatch):
+    create = ParallelContext.create
+    two = lambda *args, **options: dataclasses.replace(create(*args, **options), world_size=2)
+    monkeypatch.setattr(ParallelContext, "create", two)
+    with pytest.raises(ConfigError, match="^align.batch_size is 3, expected a multiple of the 2 processes"):
+        recipe(small_config("select_layers", "align.batch_size=3"))
+    recipe(small_config("select_layers", "align.batch_size=3", "select.policy=ablation"))  # which aligns nothing
+
+
+def test_the_alignment_reads_no_more_text_than_it_is_told(recipe, small_config, monkeypatch):
+    class Read(Exception):
+        pass
+
+    def stream(self, text, batch_size, *, seed):
+        raise Read(text.num_tokens)
+
+    monkeypatch.setattr(Workbench, "stream", stream)
+    for change, tokens in (
+        ("align.fixed_sequences=3", 3 * 64),
+        ("align.steps=2", 2 * 2 * 64),
+        ("align.steps=99", 512),
+        ("calibration_dataset.max_tokens=540", 512),  # the rest is the beginning of the text that layers are scored on
+    ):
+        steps = [] if "steps" in change else ["align.steps=99"]
+        made = recipe(small_config("select_layers", "align.polish=none", "align.seq_len=64", *steps, change))
+        made.initialized = "of nothing"
+        with pytest.raises(Read, match=f"^{tokens}$"):
+            made.align(made.bench.mixers())
 
 
 def test_a_mistake_is_one_line_on_the_command_line(random_teacher, tmp_path):
