@@ -32,8 +32,8 @@ from tcal_components.checkpoint.run_state import RunState
 from tcal_components.checkpoint.serving_notes import serving_notes
 from tcal_components.checkpoint.stage_files import StageFiles
 from tcal_components.checkpoint.verify import verify_export
-from tcal_components.config import STAGES, one_line_errors
-from tcal_components.distillation import LinearKL, distill
+from tcal_components.config import STAGES, ConfigError, one_line_errors
+from tcal_components.distillation import distill
 from tcal_components.distributed import gather_full_state_dict
 from tcal_components.distributed.environment import startup_report
 from tcal_components.distributed.preemption import Stopped, StopRequest, stop_on_signals
@@ -64,10 +64,10 @@ class TaylorCalibrateKD:
         self.bench = bench = Workbench(cfg, extra_keys=KEYS, extra_components=COMPONENTS)
         self.config.complete(bench)
         self.cfg, self.ctx, self.out = bench.cfg, bench.ctx, bench.output_dir
-        self.loss = torchtune_config.instantiate(cfg.kd_loss) if cfg.get("kd_loss") else LinearKL()
         self.files = StageFiles(self.out, self.config.stages)
         self.files.prints = self.config.fingerprints(bench, uses_alignment=self.files.uses_alignment)
         self.files.check()
+        self._check_states()
         self._check_machine()
         if self.ctx.is_first:
             self.files.sweep()
@@ -89,6 +89,24 @@ class TaylorCalibrateKD:
 
     # ------------------------------------------------------------------------------------------------ stage plumbing
 
+    def _state(self, stage: str) -> tuple[RunState, str]:
+        """Where an interrupted ``align`` or ``distill`` left off, and what it is made from."""
+        made_of = self.files.prints[stage]
+        if stage == "distill":  # the curve in its state has perplexities, so it is of this evaluation text
+            made_of = fingerprint(made_of, self.bench.data_fingerprint("evaluation"))
+        return RunState(self.out / stage / "state", keep_last=self.config.keep_last), made_of
+
+    def _check_states(self) -> None:
+        """Whoever asks to resume with other settings would lose what there is to resume from."""
+        for stage in ("align", "distill"):
+            state, made_of = self._state(stage)
+            steps, wanted = state.steps(), self.config.resume and stage in self.config.stages
+            if wanted and steps and not self.files.current(stage) and state.made_of() != made_of:
+                raise ConfigError(
+                    f"resume_from_checkpoint is true, but {state.directory} holds step {steps[-1]} of a run with other "
+                    "settings or text; give it the same again, or set resume_from_checkpoint=false to start anew"
+                )
+
     def _check_machine(self) -> None:
         """What would fail or mislead hours later: versions, kernels, memory."""
         estimate = estimate_memory(
@@ -97,11 +115,14 @@ class TaylorCalibrateKD:
             gdn=self.bench.gdn,
             teacher_dtype=self.ctx.dtype,
             student_dtype=self.config.master_dtype,
+            optimizer=self.cfg.get("optimizer"),
+            float8_teacher=self.config.precision.teacher == "float8",
         )
         self.bench.log(estimate.summary())
-        needed = estimate.teacher_bytes
-        if "distill" in self.config.stages:
-            needed += estimate.student_bytes + estimate.distillation_bytes
+
+        def needed(processes: int) -> float:
+            return estimate.of_process(self.config.stages, processes=processes, dp_replicate=self.ctx.dp_replicate)
+
         float8 = "float8" in (self.config.precision.student, self.config.precision.teacher)
         if float8 and not self.config.compile:  # docs/results/benchmark_qwen3_8b
             self.bench.log(
@@ -272,10 +293,8 @@ class TaylorCalibrateKD:
         stream = bench.stream(
             bench.training_data(config.seq_len, config.text_tokens), config.batch_size, seed=bench.seed
         )
-        states = self.out / "align" / "state"
-        if not self.config.resume:
-            RunState(states).clear()
-        resumed = RunState(states).latest() is not None
+        state, made_of = self._state("align")
+        resumed = state.begin(made_of, resume=self.config.resume) and state.latest() is not None
 
         def log(values: dict[str, float], step: int) -> None:
             self._log_metrics(values, step)
@@ -285,8 +304,8 @@ class TaylorCalibrateKD:
         with stop_on_signals() as stop, self.report.stage("align", resumed=resumed) as clock:
             try:
                 result = resumable_alignment(
-                    states,
-                    fingerprint=self.files.prints["align"],
+                    state.directory,
+                    fingerprint=made_of,
                     teacher=self.teacher,
                     mixers=bench.mixers(self.files.read("initialize")),
                     stream=stream,
@@ -323,17 +342,18 @@ class TaylorCalibrateKD:
         if self._skip("distill"):
             return
         bench, config = self.bench, self.config.distill
-        state = RunState(self.out / "distill" / "state", keep_last=self.config.keep_last)
-        # The curve in the state has perplexities, so it is of this evaluation text.
-        made_of = fingerprint(self.files.prints["distill"], bench.data_fingerprint("evaluation"))
-        resume = state.begin(made_of, resume=self.config.resume)
+        assert config is not None
+        state, made_of = self._state("distill")
+        resume = state.begin(made_of, resume=self.config.resume) and state.latest() is not None
         weights: dict[str, Tensor] = {}
         if self.ctx.is_first:
             mixers = self.files.read(self.files.mixers)
             weights = student_state_dict(bench.teacher_checkpointer.load_checkpoint()[training.MODEL_KEY], mixers)
         student = self._build_student(weights)
         del weights
-        spent = sum(self.report["tokens"].get(key) or 0 for key in ("calibration", "alignment"))
+        aligned = self.files.mixers == "align"
+        before = ("calibration", "alignment") if aligned else ("calibration",)
+        spent = sum(self.report["tokens"].get(key) or 0 for key in before)
 
         def evaluate(step: int) -> dict[str, float]:
             self.report.save()
@@ -347,7 +367,7 @@ class TaylorCalibrateKD:
                 stream,
                 config=config,
                 ctx=self.ctx,
-                loss=self.loss,
+                loss=self.config.loss,
                 on_eval=evaluate,
                 on_log=lambda values, step: self._log_metrics({f"distill/{k}": v for k, v in values.items()}, step),
                 run_state=state,
@@ -366,12 +386,13 @@ class TaylorCalibrateKD:
                 self.report.update({"float8": {"perplexity": distilled}})
                 with without_float8(student):
                     distilled = bench.perplexity(student, label="without float8")
-            start = self.report["perplexity"].get("aligned") or self.report["perplexity"].get("analytic")
+            start = self.report["perplexity"].get("aligned" if aligned else "analytic")
             rows = [{"tokens": spent + int(row["tokens"]), "perplexity": row["perplexity"]} for row in curve]
             self.report.replace("recovery_curve", [{"tokens": spent, "perplexity": start}, *rows])
             self.report.update({"perplexity": {"distilled": distilled}, "tokens": {"distillation": result.tokens}})
         if stop():
             self._end_early("distill", result.steps, stop)
+        state.remove()  # weights and optimizer again, and the stage is not run a second time
 
     def _build_student(self, weights: dict[str, Tensor]) -> HybridDecoder:
         """The hybrid with these weights (read by the first process), ready to train."""
@@ -381,6 +402,8 @@ class TaylorCalibrateKD:
             layers = apply_float8(student, device=self.ctx.device, sharded=self.ctx.world_size > 1)
             bench.log(layers.summary())
             self.report.replace("float8", {"student": len(layers.converted), "student_left_out": layers.kept})
+        else:
+            self.report.data.pop("float8", None)
         return bench.spread(
             student, weights, activation_checkpointing=self.config.checkpointing, compile=self.config.compile
         )

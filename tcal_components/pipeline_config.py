@@ -7,14 +7,15 @@ import dataclasses
 import torch
 from omegaconf import DictConfig
 
-from tcal_components.calibration.initialize import STRATEGIES, InitializeOptions
+from tcal_components.calibration.initialize import STRATEGIES, StartConfig
 from tcal_components.calibration.layer_optimizer import AlignConfig
 from tcal_components.checkpoint.export import check_replaceable, parse_size
 from tcal_components.checkpoint.export_config import export_layout
 from tcal_components.checkpoint.fingerprint import fingerprint
 from tcal_components.config import ConfigError, check_stages, scalar, section
-from tcal_components.distillation import DistillConfig
-from tcal_components.distillation.optimizer import build_optimizer
+from tcal_components.distillation import DistillConfig, LinearKL
+from tcal_components.distillation.linear_kl import build_loss
+from tcal_components.distillation.optimizer import build_optimizer, build_schedule
 from tcal_components.precision.dtypes import parse_dtype
 from tcal_components.workbench import Workbench
 
@@ -24,7 +25,7 @@ KEYS = (
     *("resume_from_checkpoint", "save_every", "keep_last_checkpoints"),
     *("enable_activation_checkpointing", "enable_activation_offloading", "compile"),
 )
-COMPONENTS = ("optimizer", "kd_loss", "metric_logger")
+COMPONENTS = ("optimizer", "lr_scheduler", "kd_loss", "metric_logger")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +34,6 @@ class MeasureConfig:
 
     batch_size: int = 8
     query_block: int = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class StartConfig(InitializeOptions):
-    """Section ``initialize``: a strategy of the table and its numbers."""
-
-    strategy: str = "taylor"
-
-    @property
-    def options(self) -> InitializeOptions:
-        """The numbers alone."""
-        return InitializeOptions(**{f.name: getattr(self, f.name) for f in dataclasses.fields(InitializeOptions)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +66,15 @@ class PipelineConfig:
         cfg: of the recipe.
 
     Attributes:
-        distill: section ``distill``; there after :meth:`complete`.
+        distill: section ``distill``, None where no stage needs it and it is not there; set by :meth:`complete`.
+        loss: of the distillation; set by :meth:`complete`.
 
     Raises:
         ConfigError: a mistake, in one line.
     """
 
-    distill: DistillConfig
+    distill: DistillConfig | None
+    loss: LinearKL
 
     def __init__(self, cfg: DictConfig) -> None:
         self._cfg = cfg
@@ -113,15 +104,19 @@ class PipelineConfig:
         Raises:
             ConfigError: a mistake, in one line.
         """
-        self.distill = section(
-            DistillConfig,
-            self._cfg.get("distill"),
-            "distill",
-            seq_len=bench.data["training"].seq_len,
-            optimizer=self._cfg.get("optimizer"),
-            activation_offloading=self.offloading,
-            seed=bench.seed,
-        )
+        self.distill = None
+        if "distill" in self.stages or self._cfg.get("distill") is not None:
+            self.distill = section(
+                DistillConfig,
+                self._cfg.get("distill"),
+                "distill",
+                seq_len=bench.data["training"].seq_len,
+                optimizer=self._cfg.get("optimizer"),
+                lr_scheduler=self._cfg.get("lr_scheduler"),
+                activation_offloading=self.offloading,
+                seed=bench.seed,
+            )
+        self.loss = build_loss(self._cfg.get("kd_loss"))
         if self.measure.batch_size < 1 or self.measure.query_block < 1:
             raise ConfigError(
                 f"measure.batch_size is {self.measure.batch_size} and measure.query_block "
@@ -130,17 +125,27 @@ class PipelineConfig:
         if "align" in self.stages:
             bench.check_batch_size(self.align.batch_size, "align.batch_size")
         if "distill" in self.stages:
-            bench.check_batch_size(self.distill.batch_size, "distill.batch_size")
-            group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.0, "weight_decay": 0.0}
-            try:
-                build_optimizer([group], self._cfg.get("optimizer"))
-            except ValueError as error:
-                raise ConfigError(f"optimizer: {error}") from error
+            self._check_distill(bench)
         for name in ("student", "teacher"):
             if getattr(self.precision, name) not in (None, "float8"):
                 raise ConfigError(f"precision.{name} is '{getattr(self.precision, name)}'; allowed: float8, null")
         if "export" in self.stages:
             self._check_export(bench)
+
+    def _check_distill(self, bench: Workbench) -> None:
+        assert self.distill is not None
+        bench.check_batch_size(self.distill.batch_size, "distill.batch_size")
+        group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.0, "weight_decay": 0.0}
+        try:
+            optimizer = build_optimizer([group], self.distill.optimizer)
+        except ValueError as error:
+            raise ConfigError(f"optimizer: {error}") from error
+        build_schedule(optimizer, self.distill)
+        if self.offloading and bench.ctx.device.type != "cuda":
+            raise ConfigError(
+                f"enable_activation_offloading is true and device is {bench.ctx.device.type}; it moves activations from a "
+                "GPU to the host"
+            )
 
     def _check_export(self, bench: Workbench) -> None:
         parse_size(self.export.max_shard_size)
@@ -183,10 +188,12 @@ class PipelineConfig:
             bench.seed,
         )
         aligned = fingerprint(start, dataclasses.asdict(self.align), bench.data_fingerprint("training"))
-        loss = dict(self._cfg.kd_loss) if self._cfg.get("kd_loss") else None
-        training = {**dataclasses.asdict(self.distill), "optimizer": dict(self._cfg.get("optimizer") or {})}
+        prints = {"measure": measured, "initialize": start, "align": aligned}
+        if self.distill is None:
+            return {**prints, "distill": ""}  # which no output has
+        plain = {key: dict(self._cfg.get(key) or {}) for key in ("optimizer", "lr_scheduler", "kd_loss")}
+        training = {**dataclasses.asdict(self.distill), **plain}
         for watching in ("eval_every_steps", "save_every_steps", "log_every_steps"):
             del training[watching]
-        ready = aligned if uses_alignment else start
-        distilled = fingerprint(ready, training, dataclasses.asdict(self.precision), loss)
-        return {"measure": measured, "initialize": start, "align": aligned, "distill": distilled}
+        ready, text = aligned if uses_alignment else start, bench.data_fingerprint("training")
+        return {**prints, "distill": fingerprint(ready, training, dataclasses.asdict(self.precision), text)}

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
-from torchtune import config as torchtune_config
 from torchtune import training
 
 from tcal_components.calibration.comparison import fewer_tokens, lower_envelope, tokens_to_ratios
@@ -21,8 +20,10 @@ from tcal_components.checkpoint.artifacts import read_tensors
 from tcal_components.checkpoint.fingerprint import fingerprint
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.config import ConfigError, check_keys, section
-from tcal_components.distillation.settings import DistillConfig
+from tcal_components.distillation.linear_kl import build_loss
+from tcal_components.distillation.settings import DistillConfig, DistillResult
 from tcal_components.distillation.trainer import NonFiniteLossError, distill
+from tcal_components.evaluation.load import free
 from tcal_components.modules.conversion import student_state_dict
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.reporting import write_json
@@ -100,6 +101,7 @@ class Recovery:
     ) -> None:
         self.config, self.bench, self.directory, self.seed = config, bench, directory, seed
         self._check(cells)
+        self.loss = build_loss(bench.cfg.get("kd_loss"))
         own = {name: section(_Grid, grid, f"recovery.grids.{name}") for name, grid in config.grids.items()}
         self.grids = {}
         for name in config.starts:
@@ -227,29 +229,12 @@ class Recovery:
         resume = state.begin(made_of)
         settings = {key: getattr(config, key) for key in GRID}
         bench.log(f"recovery: {start}/{alignment}, {', '.join(f'{key} {value:,}' for key, value in settings.items())}")
-        student = self._student(read_tensors(self.weights_path(start, alignment)))
         spent = sum(cell["tokens"].values())
         curve = [{"tokens": spent, "perplexity": cell["perplexity"]}]
         run = {"fingerprint": made_of, **settings, "finished": True, "curve": curve}
 
-        def evaluate(step: int) -> dict[str, float]:
-            due = step == config.steps or _is_evaluated(step, config.eval_every_steps)
-            return {"perplexity": bench.perplexity(student, label=f"step {step}")} if due else {}
-
-        loss = bench.cfg.get("kd_loss")
         try:
-            result = distill(
-                student,
-                teacher,
-                bench.stream(bench.data["training"], config.batch_size, seed=bench.seed + 1),
-                config=dataclasses.replace(config, eval_every_steps=1),  # `evaluate` chooses
-                ctx=bench.ctx,
-                loss=torchtune_config.instantiate(loss) if loss else None,
-                on_eval=evaluate,
-                run_state=state,
-                resume=resume,
-                progress=bench.ctx.is_first,
-            )
+            result = self._train(self.weights_path(start, alignment), config, teacher, state, resume=resume)
         except NonFiniteLossError as error:  # a learning rate of the grid was too high
             bench.log(f"recovery: {start}/{alignment} diverged: {error}")
             run |= {"finished": False, "note": str(error)}
@@ -257,11 +242,38 @@ class Recovery:
             rows = [row for row in result.curve if "perplexity" in row]
             curve += [{"tokens": spent + int(row["tokens"]), "perplexity": row["perplexity"]} for row in rows]
             run["seconds"] = round(result.seconds, 3)
+        finally:
+            # The student is a cycle under FSDP2, which only the collector ends; the next one has no room beside it.
+            free(bench.ctx.device)
         if bench.ctx.is_first:
             write_json(path, run)
             shutil.rmtree(state.directory)
         bench.ctx.barrier()
         return run
+
+    def _train(
+        self, weights: Path, config: DistillConfig, teacher: HybridDecoder, state: RunState, *, resume: bool
+    ) -> DistillResult:
+        """A distillation whose student nobody holds afterwards."""
+        bench = self.bench
+        student = self._student(read_tensors(weights))
+
+        def evaluate(step: int) -> dict[str, float]:
+            due = step == config.steps or _is_evaluated(step, config.eval_every_steps)
+            return {"perplexity": bench.perplexity(student, label=f"step {step}")} if due else {}
+
+        return distill(
+            student,
+            teacher,
+            bench.stream(bench.data["training"], config.batch_size, seed=bench.seed + 1),
+            config=dataclasses.replace(config, eval_every_steps=1),  # `evaluate` chooses
+            ctx=bench.ctx,
+            loss=self.loss,
+            on_eval=evaluate,
+            run_state=state,
+            resume=resume,
+            progress=bench.ctx.is_first,
+        )
 
     def _run_print(self, cell: Mapping[str, Any], config: DistillConfig) -> str:
         loss = self.bench.cfg.get("kd_loss")

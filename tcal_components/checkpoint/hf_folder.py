@@ -17,7 +17,15 @@ from tcal_components.models.hf_config import read_config, read_spec, spec_from_c
 from tcal_components.models.spec import DecoderSpec
 from tcal_components.precision.dtypes import parse_dtype
 
-__all__ = ["HFTeacherCheckpointer", "load_teacher_state_dict", "read_config", "read_spec", "spec_from_config"]
+__all__ = [
+    "HFTeacherCheckpointer",
+    "load_teacher_state_dict",
+    "locate_tensors",
+    "open_safetensors",
+    "read_config",
+    "read_spec",
+    "spec_from_config",
+]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -48,7 +56,7 @@ def load_teacher_state_dict(checkpoint_dir: str | Path, *, dtype: torch.dtype | 
     """
     folder = Path(checkpoint_dir)
     spec = read_spec(folder)
-    location = _locate_tensors(folder)
+    location = locate_tensors(folder)
     _check_headers(folder, spec, location)
 
     torchtune_name = {entry.hf: entry.torchtune for entry in teacher_tensors(spec)}
@@ -57,7 +65,7 @@ def load_teacher_state_dict(checkpoint_dir: str | Path, *, dtype: torch.dtype | 
         names_of_file.setdefault(location[name], []).append(name)
     state_dict: dict[str, torch.Tensor] = {}
     for path, names in names_of_file.items():
-        with _open(path) as file:
+        with open_safetensors(path) as file:
             for name in names:
                 state_dict[torchtune_name[name]] = _converted(file.get_tensor(name), dtype, name, path)
     if spec.tie_word_embeddings and "lm_head.weight" in location:
@@ -97,8 +105,13 @@ class HFTeacherCheckpointer:
         return {training.MODEL_KEY: load_teacher_state_dict(self.checkpoint_dir, dtype=self.dtype)}
 
 
-def _locate_tensors(folder: Path) -> dict[str, Path]:
-    """Maps the name of every tensor in the folder to the file that holds it."""
+def locate_tensors(folder: Path) -> dict[str, Path]:
+    """Maps the name of every tensor in the folder to the file that holds it.
+
+    Raises:
+        FileNotFoundError: If the folder has no weights, or lacks a shard.
+        ValueError: For a damaged index or file, or weights that are no safetensors.
+    """
     index_path = folder / INDEX_NAME
     if index_path.is_file():
         try:
@@ -114,7 +127,7 @@ def _locate_tensors(folder: Path) -> dict[str, Path]:
         return location
     location = {}
     for path in _files_without_index(folder):
-        with _open(path) as file:
+        with open_safetensors(path) as file:
             location.update(dict.fromkeys(file.keys(), path))
     return location
 
@@ -154,7 +167,7 @@ def _check_headers(folder: Path, spec: DecoderSpec, location: dict[str, Path]) -
                 f"{path} holds {name}, which a {spec.family} model with {spec.num_layers} layers does not have"
             )
     for path in sorted(set(location.values())):
-        with _open(path) as file:
+        with open_safetensors(path) as file:
             stored = set(file.keys())
             for name, shape in shape_of.items():
                 if location[name] != path:
@@ -197,14 +210,18 @@ def _check_tied_head(folder: Path, location: dict[str, Path]) -> None:
 
 
 def _read(path: Path, name: str) -> torch.Tensor:
-    with _open(path) as file:
+    with open_safetensors(path) as file:
         if name not in file.keys():  # noqa: SIM118 (a safetensors file is not a mapping)
             raise ValueError(f"tensor {name} is missing in {path}, although {INDEX_NAME} puts it there")
         return file.get_tensor(name)
 
 
-def _open(path: Path) -> Any:
-    """Opens a safetensors file; a damaged header or a short file is an error in one line."""
+def open_safetensors(path: Path) -> Any:
+    """Opens a safetensors file for reading on the CPU.
+
+    Raises:
+        ValueError: For a damaged header or a short file, in one line.
+    """
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

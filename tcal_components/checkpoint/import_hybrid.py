@@ -11,7 +11,7 @@ from tcal_components.checkpoint.artifacts import is_finite
 from tcal_components.checkpoint.export import NORM_RECORDS_FILE
 from tcal_components.checkpoint.export_config import FORMATS, export_layout, read_json
 from tcal_components.checkpoint.export_norms import constant_dimension, join_norm, unpack_factors, unpack_floats
-from tcal_components.checkpoint.hf_folder import _locate_tensors, _open
+from tcal_components.checkpoint.hf_folder import locate_tensors, open_safetensors
 from tcal_components.checkpoint.hybrid_layout import (
     CONV_SIZE,
     MIXER_PROJECTIONS,
@@ -154,8 +154,8 @@ class _Reader:
     def __init__(self, folder: Path, layout: HybridLayout) -> None:
         self._folder = folder
         self._layout = layout
-        self._location = _locate_tensors(folder)
-        self._files: dict[Path, Any] = {path: _open(path) for path in sorted(set(self._location.values()))}
+        self._location = locate_tensors(folder)
+        self._files: dict[Path, Any] = {path: open_safetensors(path) for path in sorted(set(self._location.values()))}
         for name, shape in exported_shapes(layout).items():
             file = self._files.get(self._location.get(name, folder))
             if file is None or name not in file.keys():  # noqa: SIM118 (a safetensors file is not a mapping)

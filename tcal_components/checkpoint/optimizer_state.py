@@ -14,7 +14,7 @@ from tcal_components.distributed.parallel import reshard
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's tensors by parameter name, ready for ``RunState``.
+    """The optimizer's tensors and numbers by parameter name, all as tensors, ready for ``RunState``.
 
     ``torch.distributed.checkpoint`` cannot store torchao's 8-bit states (torchao 0.13 to 0.15), so they are widened to float32
     on the CPU; ``restore_optimizer`` finds the same codes again.
@@ -24,10 +24,18 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         optimizer: of that model's parameters; call ``initialize_optimizer`` first to load into it.
 
     Returns:
-        ``{parameter: {key: tensor}}``; plain states are the optimizer's own tensors, so loading fills them in place.
+        ``{parameter: {key: tensor}}``; plain tensors are the optimizer's own, so loading fills them in place.
+        ``restore_optimizer`` puts back the others.
+
+    Raises:
+        ValueError: the optimizer keeps something else, which would be lost.
     """
     return {
-        name: {key: _widened(value) for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
+        name: {
+            key: _stored(value, f"{type(optimizer).__name__} keeps '{key}' of {name}")
+            for key, value in optimizer.state[parameter].items()
+            if value is not None
+        }
         for name, parameter in named_trainable(model)
         if parameter in optimizer.state
     }
@@ -36,11 +44,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """Copy widened states (see ``optimizer_state``) back into the optimizer's quantised ones."""
+    """Copy what ``optimizer_state`` holds as another tensor back: widened states into quantised ones, and numbers."""
     for name, parameter in named_trainable(model):
         for key, value in state.get(name, {}).items():
             own = optimizer.state[parameter][key]
-            if _is_quantised(own):
+            if not isinstance(own, Tensor):
+                optimizer.state[parameter][key] = type(own)(value.item())
+            elif _is_quantised(own):
                 _quantise(_local(value).to(own.device), _local(own))
 
 
@@ -54,9 +64,12 @@ def initialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"].zero_()  # the step above is not to count
+    for state in optimizer.state.values():  # the step above is not to count
+        step = state.get("step")
+        if isinstance(step, Tensor):
+            step.zero_()
+        elif isinstance(step, (int, float)):
+            state["step"] = type(step)(0)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         _set_rate(group, rate)
 
@@ -83,6 +96,17 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
+
+
+def _stored(value: Any, what: str) -> Tensor:
+    """A value of an optimizer's state as a tensor; ``what`` says in an error whose it is."""
+    if isinstance(value, Tensor):
+        return _widened(value)
+    if isinstance(value, (int, float)):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
+    raise ValueError(
+        f"{what} as {type(value).__name__}; a checkpoint holds tensors and numbers: choose another optimizer"
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:

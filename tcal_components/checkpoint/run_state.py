@@ -55,17 +55,21 @@ class RunState:
         Returns:
             bool: whether the stage was begun with the same inputs, as the first process sees it.
         """
-        marker = self.directory / _INPUTS
-        same = [resume and marker.is_file() and marker.read_text() == made_of]
+        same = [resume and self.made_of() == made_of]
         if _distributed():
             dist.broadcast_object_list(same, src=0)
         if not same[0]:
             self.clear()
             if _first():
                 self.directory.mkdir(parents=True, exist_ok=True)
-                _write_flushed(marker, made_of)
+                _write_flushed(self.directory / _INPUTS, made_of)
             _barrier()
         return same[0]
+
+    def made_of(self) -> str | None:
+        """What the stage was begun with; None if it was not."""
+        marker = self.directory / _INPUTS
+        return marker.read_text() if marker.is_file() else None
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
@@ -160,6 +164,13 @@ class RunState:
             for _, path in self._complete():
                 path.rename(self.directory / f"{_DROPPED}{path.name}")
             self._sweep()
+        _barrier()
+
+    def remove(self) -> None:
+        """Forget all checkpoints and remove the folder: the stage has ended."""
+        self.clear()
+        if _first():
+            shutil.rmtree(self.directory, ignore_errors=True)
         _barrier()
 
     def _complete(self) -> list[tuple[int, Path]]:

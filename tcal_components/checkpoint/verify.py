@@ -11,9 +11,10 @@ import torch
 
 from tcal_components.checkpoint.export_config import CUSTOM_FORMAT, DTYPES
 from tcal_components.checkpoint.export_weights import WeightExporter, rounded_parameter
-from tcal_components.checkpoint.hf_folder import _locate_tensors, _open
+from tcal_components.checkpoint.hf_folder import locate_tensors, open_safetensors
 from tcal_components.checkpoint.hybrid_layout import HybridLayout
 from tcal_components.checkpoint.import_hybrid import read_exported_folder
+from tcal_components.checkpoint.optimizer_state import clean_name
 from tcal_components.checkpoint.stock_model import load_stock_model, quiet_transformers, usable_kernels
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 
@@ -58,10 +59,11 @@ def verify_export(
 
     Returns:
         dict[str, Any]: ``max_abs_logit_diff`` (full forward), ``cached_max_abs_diff`` (prefill, then token by token;
-        None where all or no layers keep attention, for which transformers has no cache), ``left_padded_max_abs_diff`` (a batch of unequal lengths with mask), ``greedy_equal`` (``generate`` against the
-        student's arg max; a difference between logits closer than the tolerance does not count), ``weights_equal``
-        (the files against the student, bit for bit), ``tokenizer_equal`` (None without tokenizer.json),
-        ``reference_logit_max``, ``tolerance``, ``relative_tolerance``, ``compared`` (in words), ``problems`` and ``ok``.
+        None where all or no layers keep attention, for which transformers has no cache), ``left_padded_max_abs_diff``
+        (a batch of unequal lengths with mask), ``greedy_equal`` (``generate`` against the student's arg max; a
+        difference between logits closer than the tolerance does not count), ``weights_equal`` (the files against the
+        student, bit for bit), ``tokenizer_equal`` (None without tokenizer.json), ``reference_logit_max``,
+        ``tolerance``, ``relative_tolerance``, ``compared`` (in words), ``problems`` and ``ok``.
 
     Raises:
         ExportError: If ``strict`` and the export is not the student.
@@ -141,7 +143,7 @@ def _rounded(student: HybridDecoder, layout: HybridLayout, dtype: torch.dtype, *
 
     try:
         for name, parameter in student.named_parameters():
-            rounded = rounded_parameter(_plain(name), parameter, layout=layout, dtype=dtype)
+            rounded = rounded_parameter(clean_name(name), parameter, layout=layout, dtype=dtype)
             if keep:
                 originals.append((parameter, parameter.data.cpu()))
             parameter.data = rounded
@@ -152,9 +154,9 @@ def _rounded(student: HybridDecoder, layout: HybridLayout, dtype: torch.dtype, *
 
 
 def _check_arguments(student: HybridDecoder, tokens: torch.Tensor, layout: HybridLayout) -> None:
-    if tokens.ndim != 2 or tokens.shape[1] < 4:
+    if tokens.ndim != 2 or tokens.shape[1] < 8:
         raise ValueError(
-            f"tokens have shape {tuple(tokens.shape)}; the check needs [batch, length] of length 4 or more"
+            f"tokens have shape {tuple(tokens.shape)}; the check needs [batch, length] of length 8 or more"
         )
     if int(tokens.max()) >= layout.spec.vocab_size or int(tokens.min()) < 0:
         raise ValueError(f"tokens reach {int(tokens.max())}; the vocabulary has {layout.spec.vocab_size} entries")
@@ -171,11 +173,6 @@ def _check_arguments(student: HybridDecoder, tokens: torch.Tensor, layout: Hybri
             raise ValueError(
                 f"layers.{index}.attn.o_norm has eps {eps}; an export has one eps for all norms, {layout.spec.norm_eps}"
             )
-
-
-def _plain(name: str) -> str:
-    """Name of a parameter without what activation checkpointing and torch.compile put in."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 @contextlib.contextmanager
@@ -240,9 +237,9 @@ def _greedy_equal(
 
 def _changed_tensor(folder: Path, student: HybridDecoder, layout: HybridLayout, dtype: torch.dtype) -> str | None:
     """Returns the name of a stored tensor that is not what the student exports to, or None."""
-    location = _locate_tensors(folder)
-    files = {path: _open(path) for path in set(location.values())}
-    weights = {_plain(name): value for name, value in student.named_parameters()}
+    location = locate_tensors(folder)
+    files = {path: open_safetensors(path) for path in set(location.values())}
+    weights = {clean_name(name): value for name, value in student.named_parameters()}
     for name, tensor in WeightExporter(weights, layout=layout, dtype=dtype).tensors():
         if name not in location or not torch.equal(files[location[name]].get_tensor(name), tensor):
             return name

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from torchtune import config
 from torchtune.modules import TiedLinear
 
 Direction = Literal["forward", "reverse", "symmetric"]
@@ -343,3 +345,24 @@ def _check_vocabulary(student: int, teacher: int) -> None:
             f"vocabulary sizes differ: student {student}, teacher {teacher}; distillation over logits needs the same "
             "vocabulary (Qwen pads it differently by size: take teacher and student of the same size)"
         )
+
+
+def build_loss(component: Mapping[str, Any] | DictConfig | None) -> LinearKL:
+    """The loss that ``kd_loss`` of a config names.
+
+    Args:
+        component: ``_component_`` and its arguments; None is :class:`LinearKL` with its defaults.
+
+    Returns:
+        LinearKL: the loss.
+
+    Raises:
+        ValueError: another loss: torchtune's take logits, which never exist here.
+    """
+    loss = LinearKL() if component is None else config.instantiate(OmegaConf.create(dict(component)))
+    if not isinstance(loss, LinearKL):
+        raise ValueError(
+            f"kd_loss makes a {type(loss).__name__}; allowed: tcal_components.distillation.LinearKL or a subclass, which takes "
+            "hidden states"
+        )
+    return loss

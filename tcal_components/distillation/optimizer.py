@@ -11,9 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchao.optim import adam
-from torchtune import config
+from torchtune import config, training
 
 from tcal_components.checkpoint.optimizer_state import named_trainable
+from tcal_components.distillation.settings import DistillConfig
 from tcal_components.distillation.sharded_adam import step_on_shards
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 
@@ -63,13 +64,15 @@ def build_optimizer(
         The optimizer.
 
     Raises:
-        ValueError: if ``_component_`` is missing.
+        ValueError: if ``_component_`` is missing, or ``lr`` or ``weight_decay`` is there.
     """
     given = OmegaConf.create(dict(DEFAULT_OPTIMIZER if component is None else component))
     if "_component_" not in given:
         raise ValueError("optimizer has no _component_; for example optimizer: {_component_: torch.optim.AdamW}")
-    given.pop("lr", None)
-    given.pop("weight_decay", None)
+    for name in ("lr", "weight_decay"):
+        if name in given:
+            own = "distill.lr and distill.base_lr" if name == "lr" else "distill.weight_decay"
+            raise ValueError(f"{name} is {given[name]}; set {own} instead")
     on_cuda = all(parameter.device.type == "cuda" for group in groups for parameter in group["params"])
     if on_cuda and given["_component_"] in _FUSABLE and not {"fused", "foreach"} & set(given):
         # By default torch loops over parameters under FSDP2, and elsewhere holds square roots of all second moments at once.
@@ -79,3 +82,31 @@ def build_optimizer(
     if sharded and isinstance(optimizer, adam._AdamBase):
         optimizer.step = types.MethodType(step_on_shards, optimizer)
     return optimizer
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, settings: DistillConfig, *, step: int = 0
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rates from ``step`` on.
+
+    Args:
+        optimizer: its groups have an ``initial_lr`` if ``step`` is not 0.
+        settings: ``steps``, and ``lr_scheduler`` or ``warmup_steps``.
+        step: optimizer steps done.
+
+    Returns:
+        LambdaLR: linear warm-up and a cosine, or what ``lr_scheduler`` names.
+
+    Raises:
+        ValueError: if the component returns something else.
+    """
+    numbers = {"num_training_steps": settings.steps, "last_epoch": step - 1}
+    if settings.lr_scheduler is None:
+        return training.get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=settings.warmup_steps, **numbers)
+    schedule = config.instantiate(OmegaConf.create(dict(settings.lr_scheduler)), optimizer, **numbers)
+    if not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+        raise ValueError(
+            f"lr_scheduler makes a {type(schedule).__name__}; allowed is what returns a LambdaLR, such as "
+            "torchtune.training.get_cosine_schedule_with_warmup"
+        )
+    return schedule

@@ -19,13 +19,15 @@ class DistillConfig:
         lr: peak learning rate of the converted layers' mixers.
         base_lr: peak learning rate of everything else.
         weight_decay: of matrices.
-        warmup_steps: linear warm-up from 0; then a cosine to 0.
+        warmup_steps: linear warm-up from 0; then a cosine to 0. Not read where ``lr_scheduler`` is given.
         clip_grad_norm: largest norm of the global gradient; None does not clip.
         eval_every_steps: how often to evaluate besides the end; None only at the end.
         save_every_steps: how often to save a checkpoint besides the end; None only at the end.
         log_every_steps: how often to report.
         activation_offloading: saved activations wait on the CPU; CUDA only.
         optimizer: component of the optimizer; None is AdamW.
+        lr_scheduler: component of the schedule, called with the optimizer, ``num_training_steps`` and ``last_epoch`` as
+            torchtune's are; it has to return a ``LambdaLR``, whose rate follows from the step alone.
         seed: of whatever is random in a step, such as stochastic rounding.
     """
 
@@ -43,6 +45,7 @@ class DistillConfig:
     log_every_steps: int = 1
     activation_offloading: bool = False
     optimizer: Mapping[str, Any] | None = None
+    lr_scheduler: Mapping[str, Any] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

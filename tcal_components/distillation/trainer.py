@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchtune import training
 from tqdm import tqdm
 
 from tcal_components.checkpoint.optimizer_state import initialize_optimizer, optimizer_state, restore_optimizer
@@ -23,7 +22,7 @@ from tcal_components.checkpoint.run_state import RunState
 from tcal_components.data import BatchStream, prepare_batch
 from tcal_components.distillation.linear_kl import LinearKL
 from tcal_components.distillation.model import DistillModel
-from tcal_components.distillation.optimizer import build_optimizer, parameter_groups
+from tcal_components.distillation.optimizer import build_optimizer, build_schedule, parameter_groups
 from tcal_components.distillation.settings import DistillConfig, DistillResult
 from tcal_components.distributed.parallel import ParallelContext, reshard
 from tcal_components.modules.hybrid_decoder import HybridDecoder
@@ -172,9 +171,10 @@ class Distiller:
         size = self.config.micro_batch_size or len(batch["tokens"])
         for start in range(0, len(batch["tokens"]), size):
             micro = prepare_batch({k: v[start : start + size] for k, v in batch.items()}, self.ctx.device)
-            labels = micro.pop("labels")
             with self.ctx.autocast():
-                total, parts = self.model(micro.pop("tokens"), labels, **micro)
+                total, parts = self.model(
+                    micro["tokens"], micro["labels"], mask=micro["mask"], input_pos=micro["input_pos"]
+                )
             # FSDP2 averages gradients over processes; the sum over all tokens is wanted.
             (total * (self.ctx.world_size / max(counted, 1))).backward()
             sums += torch.stack([parts["kl_sum"], parts["ce_sum"], total.detach()])
@@ -202,19 +202,14 @@ class Distiller:
             where = f"weights and optimizer after step {self.step} are in {self.run_state.directory}"
         raise NonFiniteLossError(
             f"distillation stopped at step {self.step + 1} of {self.config.steps}: loss {loss}, gradient norm {norm}, "
-            f"learning rate {lr:.3g}; {where}; lower distill.lr and distill.base_lr, or set dtype to fp32, and resume"
+            f"learning rate {lr:.3g}; {where}; lower distill.lr and distill.base_lr, or set dtype to fp32, and start anew"
         )
 
     def _schedule(self) -> torch.optim.lr_scheduler.LambdaLR:
         """The schedule at the current step; LambdaLR derives the rate from the step alone."""
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["initial_lr"] = peak
-        return training.get_cosine_schedule_with_warmup(
-            self.optimizer,
-            num_warmup_steps=self.config.warmup_steps,
-            num_training_steps=self.config.steps,
-            last_epoch=self.step - 1,
-        )
+        return build_schedule(self.optimizer, self.config, step=self.step)
 
     def _log(self, values: dict[str, float]) -> None:
         if self.on_log is not None and self.ctx.is_first:

@@ -47,28 +47,12 @@ def build_mixers(
         )
 
 
-def mixers_state_dict(mixers: nn.ModuleDict) -> dict[str, Tensor]:
-    """Weights of the mixers under the names that they have in the student.
-
-    Args:
-        mixers: as :func:`build_mixers` returns them.
-
-    Returns:
-        ``layers.{i}.attn.{name}`` to tensors (not copied).
-    """
-    return {
-        f"layers.{layer}.attn.{name}": value
-        for layer, mixer in mixers.items()
-        for name, value in mixer.state_dict().items()
-    }
-
-
 def load_mixers(mixers: nn.ModuleDict, state_dict: Mapping[str, Tensor]) -> nn.ModuleDict:
     """Copy weights into mixers.
 
     Args:
         mixers: as :func:`build_mixers` returns them.
-        state_dict: as :func:`mixers_state_dict` returns it.
+        state_dict: ``layers.{i}.attn.{name}`` to tensors; other names are left out.
 
     Returns:
         The same mixers.
@@ -87,7 +71,7 @@ def student_state_dict(teacher: Mapping[str, Tensor], mixers: Mapping[str, Tenso
 
     Args:
         teacher: state dict of the teacher.
-        mixers: as :func:`mixers_state_dict` returns it.
+        mixers: ``layers.{i}.attn.{name}`` to tensors.
 
     Returns:
         State dict of the hybrid (tensors are shared, not copied).

@@ -53,12 +53,11 @@ class StageClock:
     Args:
         device: The device whose memory counts; on CPU it is the process's resident memory.
         earlier_seconds: Time spent before an interruption.
-        earlier_tokens: Tokens processed before an interruption.
     """
 
-    def __init__(self, *, device: torch.device, earlier_seconds: float = 0.0, earlier_tokens: int = 0) -> None:
+    def __init__(self, *, device: torch.device, earlier_seconds: float = 0.0) -> None:
         self.device = device
-        self.tokens = earlier_tokens
+        self.tokens = 0
         self._earlier_seconds = earlier_seconds
         self._start = time.perf_counter()
         self._stopped: float | None = None

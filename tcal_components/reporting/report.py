@@ -28,11 +28,16 @@ STAGES = ("measure", "initialize", "align", "distill", "export")
 # What each stage owns, as paths into the report: cleared when the stage starts afresh, so no number outlives its cause.
 _OWNED_BY_STAGE: dict[str, tuple[tuple[str, ...], ...]] = {
     "measure": (("tokens", "calibration"),),
-    "initialize": (("perplexity", "naive"), ("perplexity", "analytic"), ("half_life",), ("gates",)),
+    "initialize": (
+        ("perplexity", "naive"),
+        ("perplexity", "analytic"),
+        ("initialization",),
+        ("half_life",),
+        ("gates",),
+    ),
     "align": (("perplexity", "aligned"), ("alignment_error",), ("tokens", "alignment"), ("alignment_curve",)),
     "distill": (("perplexity", "distilled"), ("tokens", "distillation"), ("recovery_curve",)),
-    "export": (("export", "path"), ("export", "format"), ("export", "max_abs_logit_diff"))
-    + (("export", "reference_logit_max"),),
+    "export": (("export",),),
 }
 
 
@@ -186,37 +191,26 @@ class Report:
         self.data[section] = sanitize(value)
         self.save()
 
-    def append(self, section: str, entry: Mapping[str, Any]) -> None:
-        """Adds an entry to a list section such as ``alignment_curve``; written with the next save."""
-        rows = self.data.get(section) or []
-        rows.append(sanitize(entry))
-        self.data[section] = rows
-
-    def truncate(self, section: str, *, key: str, above: float) -> None:
-        """Drops the entries of a list section whose ``key`` exceeds ``above``: what a resumed run will write again."""
-        self.data[section] = [row for row in self.data.get(section) or [] if row[key] <= above]
-
     def finished(self, stage: str) -> bool:
         """Whether the report says that ``stage`` has run to its end."""
         return self.data["stages"].get(stage) == "finished"
 
-    def forget(self, stage: str, *, later: bool = False) -> None:
-        """Clears the numbers of ``stage``; with ``later`` also of the stages after it, when its inputs have changed."""
-        names = STAGES[STAGES.index(stage) :] if later and stage in STAGES else (stage,)
-        for name in names:
+    def forget(self, stage: str) -> None:
+        """Clears the numbers of ``stage`` and of those after it, which came of its output."""
+        for name in STAGES[STAGES.index(stage) :] if stage in STAGES else (stage,):
             for table in ("seconds", "peak_memory_gib", "tokens_per_second"):
                 self.data[table][name] = None
             self.data["stages"].pop(name, None)
             for owner in _OWNED_BY_STAGE.get(name, ()):
                 if len(owner) == 2:
                     self.data[owner[0]][owner[1]] = None
-                elif owner[0] == "alignment_error":
-                    self.data["alignment_error"] = {}
+                elif owner[0] in (empty := empty_report()):
+                    self.data[owner[0]] = empty[owner[0]]
                 else:
                     self.data.pop(owner[0], None)
 
     @contextmanager
-    def stage(self, name: str, *, resumed: bool = False, tokens: int = 0) -> Iterator[StageClock]:
+    def stage(self, name: str, *, resumed: bool = False) -> Iterator[StageClock]:
         """Times a stage: seconds, peak memory, tokens per second (of the tokens given to the clock).
 
         The report is written when the stage begins and when it ends, also when it ends with an error.
@@ -224,14 +218,11 @@ class Report:
         Args:
             name: The stage, normally one of ``STAGES``.
             resumed: The stage continues a broken run: seconds of before are added to, numbers are kept. Otherwise the
-                numbers of this stage are cleared first.
-            tokens: Tokens that the stage had processed before the interruption.
+                numbers of this stage and of later ones are cleared first.
         """
-        earlier = self.data["seconds"].get(name) or 0.0
         if not resumed:
             self.forget(name)
-            earlier, tokens = 0.0, 0
-        clock = StageClock(device=self.device, earlier_seconds=earlier, earlier_tokens=tokens)
+        clock = StageClock(device=self.device, earlier_seconds=self.data["seconds"].get(name) or 0.0)
         self._clocks[name] = clock
         self.data["stages"][name] = "running"
         self.save()

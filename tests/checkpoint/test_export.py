@@ -188,6 +188,14 @@ def test_refuses_a_wrong_computation(tiny_spec, random_hybrid, teacher_folder, t
         verify_export(tmp_path / "export", student, TOKENS)
 
 
+def test_refuses_text_too_short_to_compare(tiny_spec, random_hybrid, teacher_folder, tmp_path):
+    student = random_hybrid(tiny_spec("qwen3"))
+    export(student, teacher_folder, tmp_path / "export")
+    with pytest.raises(ValueError, match=r"shape \(2, 7\); the check needs \[batch, length\] of length 8 or more"):
+        verify_export(tmp_path / "export", student, TOKENS[:, :7])
+    assert verify_export(tmp_path / "export", student, TOKENS[:, :8])["ok"]
+
+
 def test_refuses_another_eps(tiny_spec, random_hybrid, teacher_folder, tmp_path):
     student = random_hybrid(tiny_spec("qwen3"))
     export(student, teacher_folder, tmp_path / "export")
@@ -275,6 +283,5 @@ def test_notes(tiny_spec, random_hybrid, teacher_folder, tmp_path):
     assert irregular.full_attention_interval is None
     biased = export(random_hybrid(tiny_spec("qwen2_5")), teacher_folder, tmp_path / "c")
     assert biased.extra_biases and "head size 32 instead of 16" in " ".join(serving_notes(biased))
-    assert json.dumps(biased.to_dict())
     assert dropped_features(tiny_spec("qwen2_5")) == ["RoPE on q and k", "q, k and v biases"]
     assert len(dropped_features(tiny_spec("qwen3"))) == 2

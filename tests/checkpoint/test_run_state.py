@@ -92,15 +92,38 @@ def test_a_checkpoint_of_another_shape_or_name_is_refused(tmp_path):
     assert run.steps() == [1]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw 8 bit"])
+class CountingAdam(torch.optim.Optimizer):
+    """Adam that keeps plain numbers, as bitsandbytes does: its steps and a running product."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(step=0, product=1.0, unused=None)
+                    state.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+                state["step"] += 1
+                state["product"] *= 0.9
+                state["exp_avg"].lerp_(parameter.grad, 0.1)
+                state["exp_avg_sq"].lerp_(parameter.grad.square(), 0.01)
+                denominator = (state["exp_avg_sq"] / (1 - 0.99 ** state["step"])).sqrt() + 1e-8
+                parameter -= group["lr"] / (1 - state["product"]) * state["exp_avg"] / denominator
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw 8 bit", "counting adam"])
 def test_optimizer_state_comes_back_exactly(kind, tmp_path):
     from torchao.optim import AdamW8bit
+
+    optimizers = {"adamw": torch.optim.AdamW, "adamw 8 bit": AdamW8bit, "counting adam": CountingAdam}
 
     def build():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 8))
-        make = torch.optim.AdamW if kind == "adamw" else AdamW8bit
-        return model, make(model.parameters(), lr=1e-2)
+        return model, optimizers[kind](model.parameters(), lr=1e-2)
 
     def train(model, optimizer, steps):
         for step in steps:
@@ -120,16 +143,30 @@ def test_optimizer_state_comes_back_exactly(kind, tmp_path):
     before = {name: value.clone() for name, value in again.state_dict().items()}
     initialize_optimizer(fresh)
     assert all(torch.equal(before[name], value) for name, value in again.state_dict().items())
+    assert all(state["step"] == 0 for state in fresh.state.values())
     moments = optimizer_state(again, fresh)
     RunState(tmp_path).load({"model": again.state_dict(), "optimizer": moments})
     restore_optimizer(again, fresh, moments)
+    if kind == "counting adam":
+        assert all(
+            type(state["step"]) is int and state["step"] == 3 and type(state["product"]) is float
+            for state in fresh.state.values()
+        )
     train(again, fresh, range(3, 6))
     torch.compiler.set_stance("default")
     for name, value in model.state_dict().items():
-        if kind == "adamw":
+        if kind != "adamw 8 bit":
             assert torch.equal(value, again.state_dict()[name]), name
         else:  # codes are the same, scales within a rounding
             torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_an_optimizer_whose_state_would_be_lost_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["projector"] = object()
+    with pytest.raises(ValueError, match="SGD keeps 'projector' of weight as object; a checkpoint holds tensors"):
+        optimizer_state(model, optimizer)
 
 
 SAVE_FOREVER = """

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.modules import TiedLinear
 
 from tcal_components.distillation import LinearKL, linear_kl
+from tcal_components.distillation.linear_kl import build_loss
 
 IGNORE = -100
 
@@ -197,3 +198,15 @@ def test_vocabulary_mismatch_is_one_line():
 def test_arguments_out_of_range(arguments, match):
     with pytest.raises(ValueError, match=match):
         LinearKL(**arguments)
+
+
+def test_the_loss_of_a_config_takes_hidden_states():
+    assert isinstance(build_loss(None), LinearKL)
+    assert (
+        build_loss({"_component_": "tcal_components.distillation.LinearKL", "temperature": 2.0}).settings.temperature
+        == 2.0
+    )
+    with pytest.raises(
+        ValueError, match="kd_loss makes a ForwardKLLoss; allowed: tcal_components.distillation.LinearKL"
+    ):
+        build_loss({"_component_": "torchtune.modules.loss.ForwardKLLoss"})

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.data import prepare_batch
 from tcal_components.distillation import DistillConfig, LinearKL, NonFiniteLossError, parameter_groups
+from tcal_components.distillation.optimizer import build_schedule
 from tcal_components.distributed import ParallelContext, gather_full_state_dict
 
 CTX = ParallelContext.create("cpu")
@@ -61,6 +62,7 @@ def test_first_gradient_is_that_of_the_dense_mean_over_the_global_batch(tiny):
     inputs = prepare_batch(batch, "cpu")
     labels = inputs.pop("labels").flatten()
     tokens = inputs.pop("tokens")
+    inputs.pop("document")
     log_q = F.log_softmax(student(tokens, **inputs).flatten(0, 1), -1)
     log_p = F.log_softmax(teacher(tokens, **inputs).flatten(0, 1), -1).detach()
     keep = labels != -100
@@ -222,11 +224,33 @@ def test_settings_out_of_range(tiny, changes, match):
         tiny.make_config(**changes)
 
 
+def test_a_schedule_by_its_component(tiny):
+    """torchtune's, with the numbers of the default, also from the middle."""
+    cosine = {"_component_": "torchtune.training.get_cosine_schedule_with_warmup", "num_warmup_steps": 2}
+    group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.5, "initial_lr": 0.5}
+    rates = []
+    for changes in ({"warmup_steps": 2}, {"warmup_steps": 7, "lr_scheduler": cosine}):
+        config = tiny.make_config(**changes)
+        for step in (0, 1, 2, 3):
+            schedule = build_schedule(torch.optim.SGD([dict(group)]), config, step=step)
+            rates.append(schedule.get_last_lr())
+    assert rates[:4] == rates[4:] and len({rate for (rate,) in rates}) == 4
+    with pytest.raises(ValueError, match="lr_scheduler makes a dict; allowed is what returns a LambdaLR"):
+        wrong = {"_component_": f"{__name__}.no_schedule"}
+        build_schedule(torch.optim.SGD([dict(group)]), tiny.make_config(lr_scheduler=wrong))
+
+
+def no_schedule(optimizer, num_training_steps, last_epoch):
+    return {}
+
+
 def test_mistakes_are_one_line(tiny):
     with pytest.raises(ValueError, match="needs device=cuda"):
         tiny.make_distiller(CTX, config=tiny.make_config(activation_offloading=True))
     with pytest.raises(ValueError, match="_component_"):
         tiny.make_distiller(CTX, config=tiny.make_config(optimizer={"lr": 1.0}))
+    with pytest.raises(ValueError, match="lr is 1.0; set distill.lr and distill.base_lr instead"):
+        tiny.make_distiller(CTX, config=tiny.make_config(optimizer={"_component_": "torch.optim.AdamW", "lr": 1.0}))
     with pytest.raises(ValueError, match="data come 4 a step"):
         distiller = tiny.make_distiller(CTX)
         type(distiller)(

@@ -1,6 +1,7 @@
 """Every mistake of a user ends in one line that says what is wrong, before anything is trained."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tcal_components.assets import asset_path
+from tcal_components.checkpoint.run_state import RunState
+from tcal_components.distributed import environment
 
 
 @pytest.fixture
@@ -86,6 +89,20 @@ def test_the_config_itself_is_right(run_main, quick_args, tmp_path):
         ("kd_loss.temperature=0", "kd_loss.temperature is 0, expected a number above 0"),
         ("optimizer.betas=[0.9,2.0]", "optimizer: Invalid beta parameter"),
         ("optimizer.eps=tiny", "optimizer.eps is 'tiny', expected float"),
+        ("optimizer.lr=1.0e-3", "optimizer: lr is 0.001; set distill.lr and distill.base_lr instead"),
+        ("optimizer.weight_decay=0.1", "optimizer: weight_decay is 0.1; set distill.weight_decay instead"),
+        (
+            "lr_scheduler={_component_: torchtune.training.get_lr}",
+            "lr_scheduler._component_ 'torchtune.training.get_lr'",
+        ),
+        (
+            "lr_scheduler={_component_: torch.optim.lr_scheduler.CosineAnnealingLR, T_max: 5}",
+            "lr_scheduler._component_ 'torch.optim.lr_scheduler.CosineAnnealingLR' does not fit: it takes no",
+        ),
+        (
+            "enable_activation_offloading=true",
+            "enable_activation_offloading is true and device is cpu; it moves activations from a GPU to the host",
+        ),
         # layers
         ("retain.layers=[0,6]", "retain: retained_layers contains 6; the teacher has 6 layers, so 0 to 5 is allowed"),
         ("retain.layers=[0,-1]", "retain: retained_layers contains -1; the teacher has 6 layers"),
@@ -93,9 +110,16 @@ def test_the_config_itself_is_right(run_main, quick_args, tmp_path):
         ("retain.layers=[0,x]", "retain.layers is [0, 'x'], expected list[int] | None"),
         ("retain={policy: uniform, num_layers: 7}", "retain.num_layers is 7, but the teacher has 6 layers"),
         ("retain={policy: file, path: /none.json}", "retain.path: no file /none.json"),
+        ("retain.layers=[0,1,2,3,4,5]", "retain keeps attention in all 6 layers of the teacher, expected at most 5"),
+        (
+            "model.gdn.key_head_dim=96",
+            "model.gdn.key_head_dim is 96; the teacher's projections fill 64 (its head size)",
+        ),
+        ("model.max_seq_len=48", "calibration_dataset.seq_len is 64, but model.max_seq_len is 48"),
         # machine
         ("device=tpu", "device is 'tpu'; allowed: cpu, cuda, cuda:N"),
         ("parallel.dp_replicate=2", "dp_replicate is 2, expected a divisor of the 1 processes"),
+        ("parallel.cpu_offload=true", "parallel.cpu_offload needs several processes"),
         # text and models
         ("dataset.source=/no/text.jsonl", "dataset: no such file or folder: /no/text.jsonl"),
         (
@@ -128,6 +152,29 @@ def test_output_dir_with_another_model_in_it(refused, tmp_path):
     (tmp_path / "out" / "export").mkdir(parents=True)
     (tmp_path / "out" / "export" / "thesis.txt").write_text("years of work")
     assert "exists and is not an earlier export" in refused()
+
+
+@pytest.mark.parametrize("stage", ["align", "distill"])
+def test_resuming_with_other_settings_loses_nothing(refused, tmp_path, stage):
+    state = RunState(tmp_path / "out" / stage / "state")
+    state.begin("what the run was begun with")
+    state.save(3, {"weight": torch.zeros(2)})
+    assert f"{state.directory} holds step 3 of a run with other settings or text" in refused(
+        "resume_from_checkpoint=true"
+    )
+    assert state.steps() == [3]
+
+
+def test_a_machine_too_small_and_what_the_line_advises(refused, monkeypatch, quick_args, load_recipe, tmp_path):
+    from omegaconf import OmegaConf
+
+    monkeypatch.setattr(environment, "free_bytes", lambda device: 55 << 20)  # 64 and 45 MiB are needed
+    line = refused()
+    assert line.startswith("about 0.1 GiB are needed a process before activations and 0.1 GiB are free; ")
+    (advice,) = re.findall(r"`(optimizer\.\S+)`", line)
+    _, config, *changes = quick_args(tmp_path / "out", advice)
+    cfg = OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(changes))
+    load_recipe("taylor_calibrate_kd").TaylorCalibrateKD(cfg)
 
 
 def test_a_stage_without_its_input(refused):

@@ -229,6 +229,29 @@ def test_a_run_without_alignment(run_main, quick_args, tmp_path):
     assert report["recovery_curve"][0] == {"tokens": 2048, "perplexity": report["perplexity"]["analytic"]}
 
 
+def test_what_is_made_anew_takes_nothing_from_an_earlier_run(again, run_main, quick_args):
+    """Other layers, without alignment, in the folder of a whole run."""
+    stages = "stages=[measure,initialize,distill]"
+    short = ("distill.tokens=512", "distill.eval_every_steps=null", "retain.layers=[0]")
+    run_main(quick_args(again, stages, *short))
+    report, files = report_of(again), changed_at(again)
+    assert report["perplexity"]["aligned"] is None and report["alignment_error"] == {}
+    assert report["export"]["path"] is None and set(report["stages"]) == {"measure", "initialize", "distill"}
+    assert report["recovery_curve"][0] == {"tokens": 2048, "perplexity": report["perplexity"]["analytic"]}
+    assert not (again / "distill" / "state").exists(), "a finished stage needs no state"
+
+    run_main(quick_args(again, stages, *short, "dataset.max_tokens=4096"))
+    changed = changed_at(again)
+    assert [stage for stage in OUTPUTS if changed.get(stage) != files.get(stage)] == ["distill"]
+
+
+def test_distillation_needs_its_section_alone(run_main, quick_args, tmp_path):
+    run_main(
+        [arg for arg in quick_args(tmp_path, "stages=[measure]") if not arg.startswith("distill.")] + ["distill=null"]
+    )
+    assert report_of(tmp_path)["stages"] == {"measure": "finished"}
+
+
 def test_two_processes_give_the_same_numbers(whole, tune, quick_args, tmp_path):
     _, config, *changes = quick_args(tmp_path / "out")
     result = tune(tmp_path, "run", "--nproc_per_node", 2, "recipes/taylor_calibrate_kd", "--config", config, *changes)

@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tcal_components.reporting import Report, config_sha256, load_report, sanitize, write_json
+from tcal_components.reporting.report import empty_report
 
 # Written out by hand, not derived from the code: this is the contract that other programs rely on.
 CONTRACT = {
@@ -135,25 +136,18 @@ def test_resume_keeps_finished_stages(tmp_path, config):
 def test_resumed_stage_adds_to_its_earlier_time_and_a_fresh_one_clears_its_numbers(tmp_path, config):
     report = Report(tmp_path, "r", config)
     report.update({"seconds": {"align": 100.0}, "perplexity": {"aligned": 18.4, "distilled": 12.9}})
-    with report.stage("align", resumed=True, tokens=1000) as clock:
-        clock.add_tokens(24)
+    report.update({"perplexity": {"analytic": 30.0}, "export": {"ok": True}, "recovery_curve": []})
+    with report.stage("align", resumed=True) as clock:
+        clock.add_tokens(1024)
     assert report["seconds"]["align"] >= 100.0
     assert report["tokens_per_second"]["align"] == pytest.approx(10.24, rel=0.01)
     assert report["perplexity"]["aligned"] == 18.4
     with report.stage("align"):
-        assert report["perplexity"]["aligned"] is None and report["perplexity"]["distilled"] == 12.9
+        # Later stages came of the alignment that is made anew.
+        assert report["perplexity"]["aligned"] is None and report["perplexity"]["distilled"] is None
+        assert report["export"] == empty_report()["export"] and "recovery_curve" not in report.data
+        assert report["perplexity"]["analytic"] == 30.0
     assert report["seconds"]["align"] < 100.0
-    report.forget("align", later=True)
-    assert report["perplexity"]["distilled"] is None and not report.finished("align")
-
-
-def test_curves_append_and_truncate(tmp_path, config):
-    report = Report(tmp_path, "r", config)
-    for step in (10, 20, 30):
-        report.append("alignment_curve", {"step": step, "mean": 1.0 / step})
-    report.truncate("alignment_curve", key="step", above=20)
-    report.save()
-    assert [row["step"] for row in _read(report)["alignment_curve"]] == [10, 20]
 
 
 def test_only_the_first_process_writes(tmp_path, config):
