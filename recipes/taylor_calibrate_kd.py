@@ -96,6 +96,17 @@ class TaylorCalibrateKD:
             made_of = fingerprint(made_of, self.bench.data_fingerprint("evaluation"))
         return RunState(self.out / stage / "state", keep_last=self.config.keep_last), made_of
 
+    def _begin(self, stage: str) -> tuple[RunState, str, bool]:
+        """Its state, what that is made from, and whether there is something to continue from; says what becomes of it."""
+        state, made_of = self._state(stage)
+        step = state.latest()
+        resumed = state.begin(made_of, resume=self.config.resume) and step is not None
+        if resumed:
+            self.bench.log(f"{stage}: continues after step {step}")
+        elif step is not None:
+            self.bench.log(f"{stage}: starts anew; the state after step {step} of an interrupted run is dropped")
+        return state, made_of, resumed
+
     def _check_states(self) -> None:
         """Whoever asks to resume with other settings would lose what there is to resume from."""
         for stage in ("align", "distill"):
@@ -293,8 +304,7 @@ class TaylorCalibrateKD:
         stream = bench.stream(
             bench.training_data(config.seq_len, config.text_tokens), config.batch_size, seed=bench.seed
         )
-        state, made_of = self._state("align")
-        resumed = state.begin(made_of, resume=self.config.resume) and state.latest() is not None
+        state, made_of, resumed = self._begin("align")
 
         def log(values: dict[str, float], step: int) -> None:
             self._log_metrics(values, step)
@@ -343,8 +353,7 @@ class TaylorCalibrateKD:
             return
         bench, config = self.bench, self.config.distill
         assert config is not None
-        state, made_of = self._state("distill")
-        resume = state.begin(made_of, resume=self.config.resume) and state.latest() is not None
+        state, _, resume = self._begin("distill")
         weights: dict[str, Tensor] = {}
         if self.ctx.is_first:
             mixers = self.files.read(self.files.mixers)

@@ -138,7 +138,7 @@ class PipelineConfig:
         group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.0, "weight_decay": 0.0}
         try:
             optimizer = build_optimizer([group], self.distill.optimizer)
-        except ValueError as error:
+        except (ValueError, TypeError, IndexError) as error:  # optimizers check little themselves
             raise ConfigError(f"optimizer: {error}") from error
         build_schedule(optimizer, self.distill)
         if self.offloading and bench.ctx.device.type != "cuda":

@@ -94,7 +94,8 @@ def resolve_retained(config: RetainConfig, total: int) -> tuple[int, ...]:
     """
     if (config.layers is None) == (config.policy is None):
         raise ValueError(
-            "retain needs either layers or policy (and not both); for example {policy: uniform, num_layers: 8}"
+            "retain needs either layers or policy (and not both); for example {policy: uniform, num_layers: 8}, with "
+            "retain.layers=null beside it where the config has layers"
         )
     if config.layers is not None:
         return check_retained_layers(config.layers, total)

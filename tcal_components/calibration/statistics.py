@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tcal_components.calibration.analytic import constant_direction
 from tcal_components.calibration.capture import AttentionCapture, capture_batch
 from tcal_components.calibration.layer_sums import LayerSums, batch_documents
+from tcal_components.checkpoint.artifacts import save_whole
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 
 RECENT = 4  # keys at distance 0 to 3: what a convolution of width 4 sees
@@ -168,13 +168,10 @@ class Statistics:
             for index, layer in self.layers.items()
             for item in fields(LayerStatistics)
         }
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.tmp")  # a kill leaves no half file under the name
         metadata = {"tokens": str(self.tokens), "metadata": json.dumps(self.metadata)}
         if "fingerprint" in self.metadata:  # where other stages' files have it
             metadata["fingerprint"] = self.metadata["fingerprint"]
-        save_file(tensors, str(temporary), metadata=metadata)
-        temporary.replace(path)
+        save_whole(path, tensors, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> Statistics:

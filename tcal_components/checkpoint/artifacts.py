@@ -22,9 +22,6 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], *, fingerprin
     Returns:
         The path.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     seen: set[int] = set()
     ready = {}
     for name, tensor in tensors.items():
@@ -32,8 +29,28 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], *, fingerprin
         pointer = value.untyped_storage().data_ptr()
         ready[name] = value.clone() if pointer in seen else value
         seen.add(pointer)
+    return save_whole(path, ready, {"format": "pt", "fingerprint": fingerprint})
+
+
+def save_whole(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Path:
+    """A safetensors file that is there whole or not at all, with the mode of other files.
+
+    Args:
+        path: where it goes; the folder is made.
+        tensors: by name, as safetensors takes them.
+        metadata: of the file.
+
+    Returns:
+        The path.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(ready, str(temporary), metadata={"format": "pt", "fingerprint": fingerprint})
+        temporary.touch()
+        mode = temporary.stat().st_mode  # safetensors makes a file that its owner alone may read
+        save_file(tensors, str(temporary), metadata=metadata)
+        temporary.chmod(mode)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -78,3 +78,9 @@ def usable_kernels(model: Any, device: torch.device) -> Iterator[None]:
                 norm.load_state_dict(layer.norm.state_dict())
                 layer.norm = norm
         yield
+
+
+def cache_of(out: Any) -> dict[str, Any]:
+    """The cache that a model of transformers gave, as an argument of its next call; the name changed within version 5."""
+    name = "cache" if getattr(out, "cache", None) is not None else "past_key_values"
+    return {name: getattr(out, name)}

@@ -15,7 +15,7 @@ from tcal_components.checkpoint.hf_folder import locate_tensors, open_safetensor
 from tcal_components.checkpoint.hybrid_layout import HybridLayout
 from tcal_components.checkpoint.import_hybrid import read_exported_folder
 from tcal_components.checkpoint.optimizer_state import clean_name
-from tcal_components.checkpoint.stock_model import load_stock_model, quiet_transformers, usable_kernels
+from tcal_components.checkpoint.stock_model import cache_of, load_stock_model, quiet_transformers, usable_kernels
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 
 # Allowed difference of logits, relative to the largest logit, both sides computing in float32. Measured differences are
@@ -195,9 +195,7 @@ def _cached_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     out = model(input_ids=tokens[:, :half], use_cache=True)
     logits = [out.logits]
     for position in range(half, tokens.shape[1]):
-        # The name changed within transformers 5.
-        name = "cache" if getattr(out, "cache", None) is not None else "past_key_values"
-        out = model(input_ids=tokens[:, position : position + 1], use_cache=True, **{name: getattr(out, name)})
+        out = model(input_ids=tokens[:, position : position + 1], use_cache=True, **cache_of(out))
         logits.append(out.logits)
     return torch.cat(logits, dim=1)
 

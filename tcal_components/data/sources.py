@@ -173,7 +173,9 @@ def _read_jsonl(file: Path, text_column: str) -> Iterator[Document]:
             try:
                 item = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{where} is not valid JSON: {error.msg} at column {error.colno}") from error
+                raise ValueError(
+                    f"{where} is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+                ) from error
             if not isinstance(item, dict):
                 raise ValueError(
                     f"{where} must be a JSON object with the column {text_column!r}, got {type(item).__name__}"

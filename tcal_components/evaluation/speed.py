@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchtune import utils
 from tqdm import tqdm
 
+from tcal_components.checkpoint.stock_model import cache_of
 from tcal_components.evaluation.access import device_of, evaluating, final_hidden, head_of, is_transformers, layers_of
 from tcal_components.evaluation.cache_size import measured_cache_bytes, theoretical_cache_bytes
 
@@ -124,7 +125,7 @@ def _decode_transformers(
     @contextmanager
     def filled() -> Iterator[None]:
         out = model(input_ids=tokens[:, : tokens.shape[1] - steps], use_cache=True, logits_to_keep=1)
-        state["cache"] = out.past_key_values
+        state.update(cache_of(out))
         del out
         try:
             yield
@@ -132,11 +133,11 @@ def _decode_transformers(
             state.clear()
 
     def step(token: Tensor, index: int) -> Tensor:
-        out = model(input_ids=token, past_key_values=state["cache"], use_cache=True)
-        state["cache"] = out.past_key_values
+        out = model(input_ids=token, use_cache=True, **state)
+        state.update(cache_of(out))
         return out.logits[:, -1]
 
-    return step, lambda: measured_cache_bytes(state["cache"]), filled()
+    return step, lambda: measured_cache_bytes(*state.values()), filled()
 
 
 def decode_speed(model: nn.Module, tokens: Tensor, *, steps: int, dtype: torch.dtype) -> tuple[float, int]:

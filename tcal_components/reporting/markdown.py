@@ -147,8 +147,9 @@ def render_markdown(report: Mapping[str, Any], *, plots: Sequence[tuple[str, str
         report: The content of ``report.json``.
         plots: ``(relative path, caption)`` of each plot to show.
     """
+    staged = any(report["perplexity"].values()) or not report.get("evaluation")
     sections = [
-        ("Perplexity (held-out text)", perplexity_table(report)),
+        ("Perplexity (held-out text)", perplexity_table(report) if staged else ""),
         *evaluation_sections(report.get("evaluation") or {}),
         ("Models", _models(report)),
         ("Stages", _stages(report)),

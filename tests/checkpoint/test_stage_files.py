@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tcal_components.checkpoint.artifacts import write_tensors
 from tcal_components.checkpoint.stage_files import StageFiles
 from tcal_components.config import ConfigError
 
@@ -55,3 +56,9 @@ def test_what_a_killed_run_was_writing_goes(files, tmp_path):
     (tmp_path / ".export.abc").mkdir()
     found.sweep()
     assert [path.name for path in tmp_path.rglob("*")] == ["initialize", "mixers.safetensors"]
+
+
+def test_files_are_as_readable_as_others(tmp_path):
+    path = write_tensors(tmp_path / "a.safetensors", {"x": torch.zeros(2)}, fingerprint="f")
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
