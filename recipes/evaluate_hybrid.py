@@ -23,6 +23,7 @@ from tcal_components.config import (
     build,
     check_component,
     check_keys,
+    device_name,
     one_line_errors,
     resolve_assets,
     scalar,
@@ -77,14 +78,6 @@ def _source(node: Any, where: str, *, trusted: bool) -> ModelSource:
     return source
 
 
-def _device(cfg: DictConfig) -> torch.device:
-    device = scalar(cfg, "device", str, "cpu")
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or not (index.isdigit() or device == kind):
-        raise ConfigError(f"device is '{device}'; allowed: cpu, cuda, cuda:N")
-    return setup_process_group(device)
-
-
 def _check_lengths(sources: dict[str, ModelSource], longest: int) -> None:
     """Our decoders are built for a longest sequence, and a builder is called with one."""
     for name, source in sources.items():
@@ -104,7 +97,7 @@ def check_config(cfg: DictConfig) -> Run:
     if not scalar(cfg, "output_dir", str, ""):
         raise ConfigError("the config has no output_dir")
     resolve_assets(cfg)
-    device, seed = _device(cfg), scalar(cfg, "seed", int, 0, least=0)
+    device, seed = setup_process_group(device_name(cfg)), scalar(cfg, "seed", int, 0, least=0)
     tune_kernels(scalar(cfg, "tune_kernels", bool, False))
     measurements = list(cfg.get("evaluate", []))
     for name in measurements:

@@ -32,14 +32,13 @@ from tcal_components.checkpoint.run_state import RunState
 from tcal_components.checkpoint.serving_notes import serving_notes
 from tcal_components.checkpoint.stage_files import StageFiles
 from tcal_components.checkpoint.verify import verify_export
-from tcal_components.config import STAGES, ConfigError, one_line_errors
+from tcal_components.config import STAGES, one_line_errors
 from tcal_components.distillation import distill
 from tcal_components.distributed import gather_full_state_dict
-from tcal_components.distributed.environment import startup_report
 from tcal_components.distributed.preemption import Stopped, StopRequest, stop_on_signals
 from tcal_components.evaluation.cache_size import recurrent_state_bytes
 from tcal_components.evaluation.load import free
-from tcal_components.models.memory import count_parameters, estimate_memory
+from tcal_components.models.memory import count_parameters
 from tcal_components.modules.conversion import student_state_dict
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.pipeline_config import COMPONENTS, KEYS, PipelineConfig
@@ -65,10 +64,14 @@ class TaylorCalibrateKD:
         self.config.complete(bench)
         self.cfg, self.ctx, self.out = bench.cfg, bench.ctx, bench.output_dir
         self.files = StageFiles(self.out, self.config.stages)
-        self.files.prints = self.config.fingerprints(bench, uses_alignment=self.files.uses_alignment)
+        self.files.prints = prints = self.config.fingerprints(bench, uses_alignment=self.files.uses_alignment)
+        # The curve in the distillation's state has perplexities, so it is of this evaluation text.
+        distilling = fingerprint(prints["distill"], bench.data_fingerprint("evaluation"))
+        self.files.states = {"align": prints["align"], "distill": distilling}
         self.files.check()
-        self._check_states()
-        self._check_machine()
+        if self.config.resume:
+            self.files.check_states()
+        self.config.check_machine(bench)
         if self.ctx.is_first:
             self.files.sweep()
 
@@ -89,65 +92,16 @@ class TaylorCalibrateKD:
 
     # ------------------------------------------------------------------------------------------------ stage plumbing
 
-    def _state(self, stage: str) -> tuple[RunState, str]:
-        """Where an interrupted ``align`` or ``distill`` left off, and what it is made from."""
-        made_of = self.files.prints[stage]
-        if stage == "distill":  # the curve in its state has perplexities, so it is of this evaluation text
-            made_of = fingerprint(made_of, self.bench.data_fingerprint("evaluation"))
-        return RunState(self.out / stage / "state", keep_last=self.config.keep_last), made_of
-
-    def _begin(self, stage: str) -> tuple[RunState, str, bool]:
-        """Its state, what that is made from, and whether there is something to continue from; says what becomes of it."""
-        state, made_of = self._state(stage)
+    def _begin(self, stage: str) -> tuple[RunState, bool]:
+        """The state of a stage, and whether there is something to continue from; says what becomes of it."""
+        state = self.files.state(stage, keep_last=self.config.keep_last)
         step = state.latest()
-        resumed = state.begin(made_of, resume=self.config.resume) and step is not None
+        resumed = state.begin(self.files.states[stage], resume=self.config.resume) and step is not None
         if resumed:
             self.bench.log(f"{stage}: continues after step {step}")
         elif step is not None:
             self.bench.log(f"{stage}: starts anew; the state after step {step} of an interrupted run is dropped")
-        return state, made_of, resumed
-
-    def _check_states(self) -> None:
-        """Whoever asks to resume with other settings would lose what there is to resume from."""
-        for stage in ("align", "distill"):
-            state, made_of = self._state(stage)
-            steps, wanted = state.steps(), self.config.resume and stage in self.config.stages
-            if wanted and steps and not self.files.current(stage) and state.made_of() != made_of:
-                raise ConfigError(
-                    f"resume_from_checkpoint is true, but {state.directory} holds step {steps[-1]} of a run with other "
-                    "settings or text; give it the same again, or set resume_from_checkpoint=false to start anew"
-                )
-
-    def _check_machine(self) -> None:
-        """What would fail or mislead hours later: versions, kernels, memory."""
-        estimate = estimate_memory(
-            self.bench.spec,
-            retained_layers=self.bench.retained,
-            gdn=self.bench.gdn,
-            teacher_dtype=self.ctx.dtype,
-            student_dtype=self.config.master_dtype,
-            optimizer=self.cfg.get("optimizer"),
-            float8_teacher=self.config.precision.teacher == "float8",
-        )
-        self.bench.log(estimate.summary())
-
-        def needed(processes: int) -> float:
-            return estimate.of_process(self.config.stages, processes=processes, dp_replicate=self.ctx.dp_replicate)
-
-        float8 = "float8" in (self.config.precision.student, self.config.precision.teacher)
-        if float8 and not self.config.compile:  # docs/results/benchmark_qwen3_8b
-            self.bench.log(
-                "float8: compile=true would help; Qwen3-8B took 4.2 s a step without, 2.0 with, 2.8 in bf16 (H200)"
-            )
-        found = startup_report(
-            self.ctx,
-            # With CPU offload the weights are in host memory, so a GPU's free memory is no measure.
-            needed_bytes=None if self.bench.parallel.cpu_offload else needed,
-            float8=float8,
-        )
-        for fact in found.facts:
-            self.bench.log(fact)
-        found.raise_for_problems()
+        return state, resumed
 
     def _skip(self, stage: str) -> bool:
         """Whether the stage can be left out, because its output and the report's numbers of it are there."""
@@ -304,7 +258,7 @@ class TaylorCalibrateKD:
         stream = bench.stream(
             bench.training_data(config.seq_len, config.text_tokens), config.batch_size, seed=bench.seed
         )
-        state, made_of, resumed = self._begin("align")
+        state, resumed = self._begin("align")
 
         def log(values: dict[str, float], step: int) -> None:
             self._log_metrics(values, step)
@@ -315,7 +269,7 @@ class TaylorCalibrateKD:
             try:
                 result = resumable_alignment(
                     state.directory,
-                    fingerprint=made_of,
+                    fingerprint=self.files.states["align"],
                     teacher=self.teacher,
                     mixers=bench.mixers(self.files.read("initialize")),
                     stream=stream,
@@ -353,7 +307,7 @@ class TaylorCalibrateKD:
             return
         bench, config = self.bench, self.config.distill
         assert config is not None
-        state, _, resume = self._begin("distill")
+        state, resume = self._begin("distill")
         weights: dict[str, Tensor] = {}
         if self.ctx.is_first:
             mixers = self.files.read(self.files.mixers)

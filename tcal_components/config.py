@@ -129,6 +129,19 @@ def scalar(cfg: Mapping[str, Any] | DictConfig, key: str, kind: type[T], default
     return value
 
 
+def device_name(cfg: Mapping[str, Any] | DictConfig) -> str:
+    """The key ``device``: ``cpu`` (the default), ``cuda`` or ``cuda:N``.
+
+    Raises:
+        ConfigError: something else.
+    """
+    device = scalar(cfg, "device", str, "cpu")
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or not (index.isdigit() or device == kind):
+        raise ConfigError(f"device is '{device}'; allowed: cpu, cuda, cuda:N")
+    return device
+
+
 def section(kind: type[T], given: Mapping[str, Any] | DictConfig | None, where: str, **extra: Any) -> T:
     """Build a settings dataclass from a config section.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -247,8 +246,7 @@ class Recovery:
             free(bench.ctx.device)
         if bench.ctx.is_first:
             write_json(path, run)
-            shutil.rmtree(state.directory)
-        bench.ctx.barrier()
+        state.remove()
         return run
 
     def _train(

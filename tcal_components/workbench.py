@@ -26,12 +26,13 @@ from tcal_components.config import (
     build,
     check_component,
     check_keys,
+    device_name,
     resolve_assets,
     scalar,
     section,
 )
 from tcal_components.data import BatchStream, PackedTextDataset, prepare_batch
-from tcal_components.data.roles import build_roles, provenance, recut
+from tcal_components.data.roles import build_roles, check_cut, provenance, recut
 from tcal_components.distributed import (
     ParallelContext,
     check_cpu_offload,
@@ -158,7 +159,7 @@ class Workbench:
         longest["model"] = self._check_family("model", retained_layers=list(self.retained)).max_seq_len
         self._check_head_sizes()
 
-        self.ctx = ParallelContext.create(self._device(), dtype=dtype, dp_replicate=self.parallel.dp_replicate)
+        self.ctx = ParallelContext.create(device_name(self.cfg), dtype=dtype, dp_replicate=self.parallel.dp_replicate)
         self._check_offload()
         training.set_seed(seed=self.seed)
         self.tokenizer = build(cfg.tokenizer, "tokenizer")
@@ -167,6 +168,10 @@ class Workbench:
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens, the teacher's vocabulary {self.spec.vocab_size}"
             )
         align = section(AlignConfig, cfg.get("align"), "align")
+        alignments = self._alignments(align)
+        for where, given in alignments.items():
+            limits = {"max_tokens": given.text_tokens, "fixed_sequences": given.fixed_sequences}
+            check_cut(cfg.dataset, where, seq_len=given.seq_len, **limits)
         self.data = build_roles(
             self.cfg,
             self.tokenizer,
@@ -174,7 +179,7 @@ class Workbench:
             heldout_tokens=align.heldout_batches * align.batch_size * align.seq_len,
             max_seq_len=self.spec.max_seq_len,
         )
-        self._check_lengths(longest)
+        self._check_lengths(longest, {where: given.seq_len for where, given in alignments.items()})
         self.teacher_fingerprint = folder_fingerprint(checkpointer.checkpoint_dir)
         self._check_output()
 
@@ -220,22 +225,24 @@ class Workbench:
             except ValueError as error:
                 raise ConfigError(f"parallel.{error}") from error
 
-    def _check_lengths(self, longest: Mapping[str, int]) -> None:
+    def _alignments(self, align: AlignConfig) -> dict[str, AlignConfig]:
+        """By key, how the config aligns on ``dataset``: the stage of the pipeline, and the entries of an ablation."""
+        aligns = "align" in (self.cfg.get("stages") or ["align"]) and self.cfg.get("align") is not None
+        found = {"align": align} if aligns else {}
+        given = self.cfg.get("alignments")
+        for name in given if isinstance(given, DictConfig) else ():
+            if given[name] is not None:
+                where = f"alignments.{name!s}"
+                found[where] = section(AlignConfig, given[name], where)
+        return found
+
+    def _check_lengths(self, longest: Mapping[str, int], alignments: Mapping[str, int]) -> None:
         """Text has to fit teacher and student as they are built, which may be for less than the checkpoint can place."""
         where = min(longest, key=lambda name: longest[name])
         lengths = {key: self.data[role].seq_len for role, key in ROLES.items()}
-        for name, given in (self.cfg.get("alignments") or {}).items():  # of an ablation
-            lengths[f"alignments.{name}"] = section(AlignConfig, given, f"alignments.{name}").seq_len if given else 0
-        for key, seq_len in lengths.items():
+        for key, seq_len in {**lengths, **alignments}.items():
             if seq_len > longest[where]:
                 raise ConfigError(f"{key}.seq_len is {seq_len}, but {where}.max_seq_len is {longest[where]}")
-
-    def _device(self) -> str:
-        device = scalar(self.cfg, "device", str, "cpu")
-        kind, _, index = device.partition(":")
-        if kind not in ("cpu", "cuda") or not (index.isdigit() or device == kind):
-            raise ConfigError(f"device is '{device}'; allowed: cpu, cuda, cuda:N")
-        return device
 
     def check_batch_size(self, batch_size: int, where: str) -> None:
         """Refuse a batch that the processes cannot share equally.

@@ -232,6 +232,7 @@ def test_offload_needs_several_processes(make):
 def test_alignments_of_an_ablation_fit_too(make):
     bench = make()
     bench.cfg.alignments = {"none": None, "short": {"seq_len": 32}, "long": {"seq_len": 64}}
-    bench._check_lengths({"teacher_model": 64, "model": 64})
+    lengths = {where: given.seq_len for where, given in bench._alignments(AlignConfig(seq_len=32)).items()}
+    bench._check_lengths({"teacher_model": 64, "model": 64}, lengths)
     with pytest.raises(ConfigError, match="^alignments.long.seq_len is 64, but model.max_seq_len is 40$"):
-        bench._check_lengths({"teacher_model": 64, "model": 40})
+        bench._check_lengths({"teacher_model": 64, "model": 40}, lengths)

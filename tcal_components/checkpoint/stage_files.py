@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tcal_components.checkpoint.artifacts import read_tensors, write_tensors
 from tcal_components.checkpoint.fingerprint import stored_fingerprint
+from tcal_components.checkpoint.run_state import RunState
 from tcal_components.config import ConfigError
 
 _NAMES = {"measure": "statistics.safetensors", "distill": "student.safetensors"}
@@ -25,11 +26,13 @@ class StageFiles:
 
     Attributes:
         prints: what each stage's output is made from, by stage; set once it is known, before anything is asked.
+        states: likewise what the state is made from that an interrupted stage continues from.
     """
 
     def __init__(self, root: Path, stages: Sequence[str]) -> None:
         self.root, self.stages = root, tuple(stages)
         self.prints: Mapping[str, str] = {}
+        self.states: Mapping[str, str] = {}
 
     def path(self, stage: str) -> Path:
         """Where a stage's output lies."""
@@ -46,6 +49,10 @@ class StageFiles:
     def write(self, stage: str, tensors: Mapping[str, Tensor]) -> None:
         """Writes a stage's output whole or not at all."""
         write_tensors(self.path(stage), tensors, fingerprint=self.prints[stage])
+
+    def state(self, stage: str, *, keep_last: int = 2) -> RunState:
+        """What an interrupted stage left."""
+        return RunState(self.root / stage / "state", keep_last=keep_last)
 
     @property
     def uses_alignment(self) -> bool:
@@ -77,6 +84,21 @@ class StageFiles:
                 raise ConfigError(
                     f"the output of {before} in {self.root / before} was made with other settings; add {before} to "
                     "stages, or remove that folder to go on without it"
+                )
+
+    def check_states(self) -> None:
+        """Whoever asks to resume with other settings would lose what there is to resume from.
+
+        Raises:
+            ConfigError: in one line.
+        """
+        for stage, made_of in self.states.items():
+            state = self.state(stage)
+            steps, unfinished = state.steps(), stage in self.stages and not self.current(stage)
+            if steps and unfinished and state.made_of() != made_of:
+                raise ConfigError(
+                    f"resume_from_checkpoint is true, but {state.directory} holds step {steps[-1]} of a run with other "
+                    "settings or text; give it the same again, or set resume_from_checkpoint=false to start anew"
                 )
 
     def sweep(self) -> None:

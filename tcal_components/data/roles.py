@@ -8,8 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 from torchtune import config as torchtune_config
 
-from tcal_components.calibration.layer_optimizer import AlignConfig
-from tcal_components.config import ConfigError, build, section, takes
+from tcal_components.config import ConfigError, build, takes
 from tcal_components.data.disjoint import assert_disjoint
 from tcal_components.data.packed import PackedTextDataset
 
@@ -20,8 +19,7 @@ def build_roles(
     """All parts, of documents of their own.
 
     Args:
-        cfg: config with ``calibration_dataset``, ``dataset`` and ``validation_dataset``; what it aligns by (``align``,
-            ``alignments``) must be able to cut ``dataset``.
+        cfg: config with ``calibration_dataset``, ``dataset`` and ``validation_dataset``.
         tokenizer: of the teacher.
         heldout_seq_len: tokens a sequence of the text that layers are judged by.
         heldout_tokens: its size; it follows the calibration text in the same source.
@@ -31,7 +29,7 @@ def build_roles(
         dict: ``calibration``, ``heldout``, ``training``, ``evaluation``.
 
     Raises:
-        ConfigError: too little text, sequences that are too long, or training text that alignment cannot cut.
+        ConfigError: too little text, or sequences that are too long.
         ValueError: a document is in two parts.
     """
     if not takes(cfg.calibration_dataset, "skip_tokens"):
@@ -39,7 +37,6 @@ def build_roles(
             f"calibration_dataset._component_ {cfg.calibration_dataset['_component_']!r} does not fit: it takes no "
             "skip_tokens, which the text that layers are judged by needs"
         )
-    _check_alignments(cfg)
     data = {"calibration": build(cfg.calibration_dataset, "calibration_dataset", tokenizer)}
     # Whole documents are skipped: the calibration text may begin behind its own skip_tokens.
     skipped = data["calibration"].sources.get("skipped_tokens", cfg.calibration_dataset.get("skip_tokens")) or 0
@@ -102,21 +99,27 @@ def _limit(dataset: DictConfig, *, seq_len: int, max_tokens: int | None, where: 
     return {name: min(limits) // (seq_len if by_rows else 1)} if limits else {}
 
 
-def _check_alignments(cfg: DictConfig) -> None:
-    """Refuses training text that an alignment of the config could not cut, long before it tries."""
-    sections = {"align": cfg.get("align")} if "align" in (cfg.get("stages") or ["align"]) else {}
-    if isinstance(cfg.get("alignments"), DictConfig):
-        sections |= {f"alignments.{name}": given for name, given in cfg.alignments.items()}
-    for where, given in sections.items():
-        if given is None:
-            continue
-        align = section(AlignConfig, given, where)
-        limit = _limit(cfg.dataset, seq_len=align.seq_len, max_tokens=align.text_tokens, where=where)
-        if align.fixed_sequences is not None and not limit:
-            raise ConfigError(
-                f"{where}.fixed_sequences is {align.fixed_sequences}, but dataset._component_ "
-                f"{cfg.dataset['_component_']!r} takes neither max_tokens nor max_sequences by which it could end there"
-            )
+def check_cut(
+    dataset: DictConfig, where: str, *, seq_len: int, max_tokens: int | None, fixed_sequences: int | None
+) -> None:
+    """Refuses training text that :func:`recut` could not cut, long before it tries.
+
+    Args:
+        dataset: its config section.
+        where: key of the alignment that asks for the text, for messages.
+        seq_len: as in :func:`recut`.
+        max_tokens: likewise.
+        fixed_sequences: of the alignment; where it is given, text without an end would be another alignment.
+
+    Raises:
+        ConfigError: the dataset's own limit is less than one sequence, or it takes no limit where it must end.
+    """
+    limit = _limit(dataset, seq_len=seq_len, max_tokens=max_tokens, where=where)
+    if fixed_sequences is not None and not limit:
+        raise ConfigError(
+            f"{where}.fixed_sequences is {fixed_sequences}, but dataset._component_ {dataset['_component_']!r} takes "
+            "neither max_tokens nor max_sequences by which it could end there"
+        )
 
 
 def provenance(data: Mapping[str, PackedTextDataset]) -> dict[str, dict[str, Any]]:
