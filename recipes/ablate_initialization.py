@@ -16,29 +16,42 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import DictConfig
 from torch import Tensor
-from torchtune import config as torchtune_config
 
-from tcal_components.calibration.alignment import AlignConfig
-from tcal_components.calibration.comparison import (
+from tcal_components.ablation.comparison import (
     mean_curve,
     summarise,
     targets,
 )
-from tcal_components.calibration.initialize import STRATEGIES, StartConfig, initialize_mixers
-from tcal_components.calibration.resumable import resumable_alignment, stored_statistics
-from tcal_components.calibration.statistics import Statistics
-from tcal_components.checkpoint.artifacts import write_tensors
+from tcal_components.ablation.recovery import Recovery, RecoveryConfig, read_cell
+from tcal_components.align.config import AlignConfig
+from tcal_components.align.resumable import resumable_alignment, stored_statistics
+from tcal_components.checkpoint.artifacts import load_result, replacing, write_tensors
 from tcal_components.checkpoint.fingerprint import fingerprint, stored_fingerprint
-from tcal_components.config import ConfigError, one_line_errors, scalar, section
+from tcal_components.checkpoint.run_state import RunState
+from tcal_components.config import (
+    ConfigError,
+    Count,
+    Range,
+    Seed,
+    Settings,
+    Steps,
+    command_line,
+    keys_of,
+    one_line_errors,
+    read,
+    section,
+)
+from tcal_components.distributed.preemption import Stopped, one_line_ending, stop_on_signals
+from tcal_components.initialize.initialize import STRATEGIES, StartConfig, initialize_mixers
+from tcal_components.measure.statistics import Statistics
 from tcal_components.models.memory import count_parameters
-from tcal_components.recovery import Recovery, RecoveryConfig, read_cell
 from tcal_components.reporting import Report, render_markdown, write_json, write_plots
 from tcal_components.reporting.ablation import ablation_markdown, plot_ablation
-from tcal_components.workbench import Workbench
+from tcal_components.setup import Workbench
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +62,7 @@ class NamedStart(StartConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class AblateConfig:
+class AblateConfig(Settings):
     """Section ``ablate``.
 
     Args:
@@ -62,13 +75,23 @@ class AblateConfig:
         query_block: queries a block while the teacher is measured.
     """
 
-    seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
-    after_steps: int = 50
+    seeds: Annotated[list[Seed], Range(1, 1000)] = dataclasses.field(default_factory=lambda: [0])
+    after_steps: Annotated[int, Range(0, 10**9)] = 50
     target_start: str = "naive"
     target_alignment: str | None = None
-    target_steps: list[int] = dataclasses.field(default_factory=list)
-    batch_size: int = 8
-    query_block: int = 128
+    target_steps: list[Steps] = dataclasses.field(default_factory=list)
+    batch_size: Count = 8
+    query_block: Count = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells(Settings):
+    """The table: its starts, each a strategy or one with numbers and a name, and by name its alignments; null is none."""
+
+    starts: Annotated[list[str | dict[str, Any]], Range(1, 1000)] = dataclasses.field(
+        default_factory=lambda: list(STRATEGIES)
+    )
+    alignments: Annotated[dict[str, dict[str, Any] | None], Range(1, 1000)] = dataclasses.field(kw_only=True)
 
 
 class AblateInitialization:
@@ -85,14 +108,14 @@ class AblateInitialization:
     def __init__(self, cfg: DictConfig) -> None:
         self.bench = bench = Workbench(
             cfg,
-            extra_keys=("ablate", "starts", "alignments", "recovery", "save_every"),
+            extra_keys=(*keys_of(Cells), "ablate", "recovery"),
             extra_components=("optimizer", "kd_loss"),
         )
         self.cfg, self.ctx, self.out = bench.cfg, bench.ctx, bench.output_dir
         self.ablate = section(AblateConfig, cfg.get("ablate"), "ablate")
-        self.starts = self._read_starts()
-        self.alignments = self._read_alignments()
-        self.save_every = scalar(cfg, "save_every", int, 100, least=1)
+        cells = read(Cells, cfg)
+        self.starts = self._read_starts(cells)
+        self.alignments = self._read_alignments(cells)
         self._check()
         self.recovery: Recovery | None = None
         if cfg.get("recovery"):
@@ -103,6 +126,7 @@ class AblateInitialization:
                 cells=[f"{start}/{alignment}" for start in self.starts for alignment in self.alignments],
                 seed=self.ablate.seeds[0],
             )
+        measured = load_result(self.out, "measure")
         self.report = Report(
             self.out,
             "ablate_initialization",
@@ -110,43 +134,35 @@ class AblateInitialization:
             device=self.ctx.device,
             world_size=self.ctx.world_size,
             rank=self.ctx.rank,
+            results={"measure": measured} if measured and measured["made_of"] == self._measured_from() else None,
             resume=True,
         )
 
-    def _read_starts(self) -> dict[str, NamedStart]:
+    def _read_starts(self, cells: Cells) -> dict[str, NamedStart]:
         found: dict[str, NamedStart] = {}
-        for number, entry in enumerate(self.cfg.get("starts") or list(STRATEGIES)):
+        for number, entry in enumerate(cells.starts):
             given = {"strategy": entry} if isinstance(entry, str) else entry
             start = section(NamedStart, given, f"starts[{number}]")
-            if start.strategy not in STRATEGIES:
-                raise ConfigError(f"starts[{number}] has strategy {start.strategy!r}; allowed: {', '.join(STRATEGIES)}")
             name = start.name or start.strategy
             if name in found:
                 raise ConfigError(f"starts has {name!r} twice; give one of them another name")
             found[_checked_name(name, "starts")] = start
         return found
 
-    def _read_alignments(self) -> dict[str, AlignConfig | None]:
-        given = self.cfg.get("alignments")
-        if not isinstance(given, DictConfig) or not given:
-            raise ConfigError("alignments is empty, expected names with settings such as {none: null, ours: ${align}}")
+    def _read_alignments(self, cells: Cells) -> dict[str, AlignConfig | None]:
         return {
             _checked_name(name, "alignments"): None
             if value is None
             else section(AlignConfig, value, f"alignments.{name}")
-            for name, value in given.items()
+            for name, value in cells.alignments.items()
         }
 
     def _check(self) -> None:
         ablate = self.ablate
-        if not ablate.seeds or any(not isinstance(seed, int) or seed < 0 for seed in ablate.seeds):
-            raise ConfigError(f"ablate.seeds is {ablate.seeds}, expected a list of numbers from 0")
-        for key in ("batch_size", "query_block"):
-            if getattr(ablate, key) < 1:
-                raise ConfigError(f"ablate.{key} is {getattr(ablate, key)}, expected at least 1")
         for name, config in self.alignments.items():
             if config is not None:
                 self.bench.check_batch_size(config.batch_size, f"alignments.{name}.batch_size")
+                self.bench.check_batch_size(config.joint.batch_size, f"alignments.{name}.joint.batch_size")
         if ablate.target_alignment is not None:
             reference = self.alignments.get(ablate.target_alignment)
             if reference is None or ablate.target_start not in self.starts:
@@ -154,7 +170,7 @@ class AblateInitialization:
                     f"ablate.target_start {ablate.target_start!r} with target_alignment {ablate.target_alignment!r} is no "
                     f"cell with an alignment; starts: {', '.join(self.starts)}; alignments: {', '.join(self.alignments)}"
                 )
-            late = [step for step in ablate.target_steps if not 0 < step <= reference.steps]
+            late = [step for step in ablate.target_steps if step > reference.steps]
             if late:
                 raise ConfigError(
                     f"ablate.target_steps has {late[0]}, but alignments.{ablate.target_alignment} has {reference.steps} steps"
@@ -197,6 +213,10 @@ class AblateInitialization:
                 write=self._write_recovery,
             )
         self._write_report()
+        bench.close()
+
+    def _measured_from(self) -> str:
+        return fingerprint(self._base_print())
 
     def _base_print(self) -> list[Any]:
         bench = self.bench
@@ -225,7 +245,7 @@ class AblateInitialization:
                     write_tensors(kept, aligned, fingerprint=made_of)
                 if self.ctx.is_first:
                     write_json(path, cell)
-                self.ctx.barrier()
+            self._state(start, alignment, seed).remove()  # a kill may have come between the two
             found.append(cell)
         return found
 
@@ -252,7 +272,7 @@ class AblateInitialization:
 
     def statistics(self) -> Statistics:
         """The teacher's statistics, measured once for all starts that need them."""
-        path, made_of = self.out / "measure" / "statistics.safetensors", fingerprint(self._base_print())
+        path, made_of = self.out / "measure" / "statistics.safetensors", self._measured_from()
         arguments = {
             "teacher": self.teacher,
             "layers": self.bench.converted,
@@ -263,7 +283,7 @@ class AblateInitialization:
         }
         if path.is_file() and self.report.finished("measure"):
             return stored_statistics(path, fingerprint=made_of, **arguments)
-        with self.report.stage("measure") as clock:
+        with self.report.stage("measure", made_of=made_of) as clock:
             found = stored_statistics(path, fingerprint=made_of, **arguments)
             clock.add_tokens(self.bench.data["calibration"].num_tokens)
         return found
@@ -295,27 +315,40 @@ class AblateInitialization:
         else:
             began = time.perf_counter()
             text = bench.training_data(config.seq_len, config.text_tokens)
-            result = resumable_alignment(
-                self.out / "cells" / f"{start}.{alignment}.{seed}.state",
-                fingerprint=made_of,
-                teacher=self.teacher,
-                mixers=bench.mixers(weights),
-                stream=bench.stream(text, config.batch_size, seed=seed),
-                prepare=bench.prepare,
-                heldout_batches=list(bench.calibration_batches(self.ablate.batch_size, "heldout")),
-                config=config,
-                save_every=self.save_every,
-                keep_last=1,
-                autocast_dtype=self.ctx.autocast_dtype,
-            )
+            state, name = self._state(start, alignment, seed), f"alignment {start}/{alignment}"
+            with stop_on_signals() as stop:
+                try:
+                    result = resumable_alignment(
+                        state,
+                        resume=state.begin(made_of),
+                        teacher=self.teacher,
+                        mixers=bench.mixers(weights),
+                        stream=bench.stream(text, config.batch_size, seed=seed),
+                        prepare=bench.prepare,
+                        heldout_batches=list(bench.calibration_batches(self.ablate.batch_size, "heldout")),
+                        config=config,
+                        joint_stream=bench.joint_stream(config, seed=seed + 2),
+                        save_every=bench.run.save_every,
+                        autocast_dtype=self.ctx.autocast_dtype,
+                        should_stop=stop,
+                    )
+                except Stopped as stopped:
+                    bench.end_early(name, stopped.step, stop)
+            if bench.any_process(stop):
+                bench.end_early(name, result.steps, stop)
             cell |= {"steps": result.steps, "tokens": {**tokens, "alignment": result.tokens}}
             cell["seconds"] = {"align": round(time.perf_counter() - began, 3)}
             cell["error_by_layer"] = {str(layer): value for layer, value in result.error.items()}
+            if result.joint_curve:
+                cell["joint_curve"] = result.joint_curve
             weights, curve = result.weights, result.curve
         cell["curve"] = mean_curve(curve)
         cell["error_last"] = sum(e["last"] for e in cell["error_by_layer"].values()) / len(cell["error_by_layer"])
         cell["perplexity"] = bench.perplexity(self.teacher, weights, f"{start}/{alignment}")
         return cell, weights
+
+    def _state(self, start: str, alignment: str, seed: int) -> RunState:
+        return RunState(self.out / "cells" / f"{start}.{alignment}.{seed}.state", keep_last=1)
 
     def _cell_print(self, start: str, alignment: str, seed: int) -> str:
         bench, config = self.bench, self.alignments[alignment]
@@ -365,7 +398,8 @@ class AblateInitialization:
         plot_ablation(data["ablation"], self.teacher_perplexity, self.out / "ablation.png")
         write_plots(data, self.out)  # recovery.png
         title, rest = render_markdown(data).split("\n", 1)
-        (self.out / "report.md").write_text(f"{title}\n\n{ablation_markdown(data)}{rest}", encoding="utf-8")
+        with replacing(self.out / "report.md") as temporary:
+            temporary.write_text(f"{title}\n\n{ablation_markdown(data)}{rest}", encoding="utf-8")
         self.bench.log(f"report: {self.out / 'report.md'}")
 
 
@@ -375,12 +409,13 @@ def _checked_name(name: Any, where: str) -> str:
     return str(name)
 
 
-@torchtune_config.parse
+@command_line
 def recipe_main(cfg: DictConfig) -> None:
     """Entry point of ``tune run``."""
     with one_line_errors():
         recipe = AblateInitialization(cfg)
-    recipe.run()
+    with one_line_ending():
+        recipe.run()
 
 
 if __name__ == "__main__":

@@ -16,22 +16,42 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
-from torchtune import config, training, utils
+from omegaconf import DictConfig
+from torchtune import training, utils
 
-from tcal_components.calibration.selection import RetainConfig, resolve_retained
-from tcal_components.config import ConfigError, check_component, check_keys, one_line_errors, scalar, section
+from tcal_components.benchmark.flops import FORMULA
+from tcal_components.benchmark.training_speed import TrainingSpeed, free_memory
+from tcal_components.benchmark.variants import Variant
+from tcal_components.checkpoint.artifacts import replacing
+from tcal_components.checkpoint.folder_lock import lock_folder
+from tcal_components.config import (
+    ConfigError,
+    Count,
+    OneOf,
+    Positive,
+    Range,
+    RunConfig,
+    build,
+    check_component,
+    check_output_dir,
+    check_top_level,
+    command_line,
+    keys_of,
+    one_line_errors,
+    read,
+    section,
+)
 from tcal_components.distributed import ParallelContext
 from tcal_components.distributed.environment import startup_report
+from tcal_components.distributed.preemption import one_line_ending
 from tcal_components.evaluation.loss_head import LossHeadConfig, measure_loss_head
-from tcal_components.evaluation.training_flops import FORMULA
-from tcal_components.evaluation.training_speed import TrainingSpeed, free_memory
-from tcal_components.evaluation.training_variants import Variant
 from tcal_components.models.memory import count_parameters
-from tcal_components.models.spec import GatedDeltaNetSpec
+from tcal_components.models.retained import RetainConfig, resolve_retained
+from tcal_components.modules.hybrid_decoder import HybridDecoder
+from tcal_components.modules.spec import DecoderSpec, GatedDeltaNetSpec
 from tcal_components.ops.kernels import tune_kernels
 from tcal_components.precision.dtypes import parse_dtype
 from tcal_components.reporting import config_sha256, device_description, package_versions, write_json
@@ -39,14 +59,33 @@ from tcal_components.reporting._format import short_number, table
 
 log = utils.get_logger("INFO")
 
-_KEYS = (
-    *("output_dir", "seed", "device", "dtype", "model", "spec", "gdn", "retain", "dp_replicate", "peak_tflops"),
-    *("defaults", "variants", "run", "loss_head", "max_seconds", "tune_kernels"),
-)
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkConfig(RunConfig):
+    """Top-level keys of this recipe.
+
+    Args:
+        dp_replicate: groups of processes that each hold a whole, sharded copy.
+        peak_tflops: dense bf16 peak of one device, of which the share is reported.
+        spec: numbers that replace those of ``model``.
+        variants: by name, what differs from ``defaults``.
+        defaults: of every variant.
+        run: names of the variants to measure; None takes all.
+        max_seconds: no row is begun later than this; None: no limit.
+    """
+
+    device: str = "cuda"
+    dtype: Annotated[str, OneOf(("fp32", "bf16"))] = "bf16"
+    dp_replicate: Count = 1
+    peak_tflops: Positive = 989.0
+    spec: dict[str, Any] = dataclasses.field(default_factory=dict)
+    variants: Annotated[dict[str, dict[str, Any] | None], Range(1)] = dataclasses.field(kw_only=True)
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    run: Annotated[list[str], Range(1)] | None = None
+    max_seconds: Positive | None = None
 
 
-def _container(node: Any) -> dict[str, Any]:
-    return dict(OmegaConf.to_container(node, resolve=True)) if node is not None else {}
+_KEYS = (*keys_of(BenchmarkConfig), "model", "gdn", "retain", "loss_head")
 
 
 class Benchmark:
@@ -60,31 +99,25 @@ class Benchmark:
     """
 
     def __init__(self, cfg: DictConfig) -> None:
-        check_keys(dict.fromkeys(cfg), list(_KEYS), "the config")
-        for key in ("output_dir", "model", "variants"):
-            if cfg.get(key) is None:
-                raise ConfigError(f"the config has no {key}")
-        check_component(cfg.model, "model")
+        check_top_level(cfg, _KEYS)
+        self.config = settings = read(BenchmarkConfig, cfg)
+        self.output_dir = Path(settings.output_dir)
+        check_component(cfg.get("model"), "model")
         with torch.device("meta"):
-            spec = config.instantiate(cfg.model).spec
-        changes = _container(cfg.get("spec"))
-        check_keys(changes, [field.name for field in dataclasses.fields(spec)], "spec")
-        spec = dataclasses.replace(spec, **changes)
+            model = build(cfg.model, "model", makes=HybridDecoder)
+        spec = section(DecoderSpec, {**dataclasses.asdict(model.spec), **settings.spec}, "spec")
         retained = resolve_retained(section(RetainConfig, cfg.get("retain"), "retain"), spec.num_layers)
-        self.variants = self._variants(cfg)
+        self.variants = self._variants(settings)
         self.loss_head = None
         if cfg.get("loss_head") is not None:
             self.loss_head = section(LossHeadConfig, cfg.loss_head, "loss_head")
-        self.max_seconds = float(cfg.get("max_seconds") or float("inf"))
         self.ctx = ParallelContext.create(
-            cfg.get("device", "cuda"),
-            dtype=parse_dtype(cfg.get("dtype", "bf16"), "dtype"),
-            dp_replicate=int(cfg.get("dp_replicate", 1)),
+            settings.device, dtype=parse_dtype(settings.dtype, "dtype"), dp_replicate=settings.dp_replicate
         )
-        tune_kernels(scalar(cfg, "tune_kernels", bool, False))
+        tune_kernels(settings.tune_kernels)
         gdn = GatedDeltaNetSpec.from_config(cfg.get("gdn"))
         self.speed = TrainingSpeed(
-            spec, retained_layers=retained, gdn=gdn, ctx=self.ctx, peak_tflops=float(cfg.get("peak_tflops", 989.0))
+            spec, retained_layers=retained, gdn=gdn, ctx=self.ctx, peak_tflops=settings.peak_tflops
         )
         for name, variant in self.variants.items():
             self.speed.check(name, variant)
@@ -95,10 +128,11 @@ class Benchmark:
         for fact in found.facts:
             self._log(fact)
         found.raise_for_problems()
-        training.set_seed(seed=int(cfg.get("seed", 0)))
+        training.set_seed(seed=settings.seed)
+        check_output_dir(self.output_dir)
+        self._lock = lock_folder(self.output_dir) if self.ctx.is_first else None
 
         parameters, mixers = count_parameters(spec, retained_layers=retained, gdn=gdn)
-        self.output_dir = Path(cfg.output_dir)
         self.data: dict[str, Any] = {
             "schema": 1,
             "recipe": "benchmark_training",
@@ -116,14 +150,14 @@ class Benchmark:
             "seconds": 0.0,
         }
 
-    def _variants(self, cfg: DictConfig) -> dict[str, Variant]:
-        given, defaults = _container(cfg.variants), _container(cfg.get("defaults"))
-        chosen = list(cfg.run) if cfg.get("run") is not None else list(given)
+    def _variants(self, settings: BenchmarkConfig) -> dict[str, Variant]:
+        given = settings.variants
+        chosen = list(given) if settings.run is None else settings.run
         for name in chosen:
             if name not in given:
                 raise ConfigError(f"unknown variant '{name}' in run; allowed: {', '.join(given)}")
         return {
-            name: section(Variant, {**defaults, **(given[name] or {})}, f"variants.{name} (with defaults)")
+            name: section(Variant, {**settings.defaults, **(given[name] or {})}, f"variants.{name} (with defaults)")
             for name in chosen
         }
 
@@ -133,7 +167,8 @@ class Benchmark:
 
     def _out_of_time(self) -> bool:
         """The first process's clock decides for all."""
-        over = self.ctx.is_first and time.perf_counter() - self.began > self.max_seconds
+        limit = self.config.max_seconds
+        over = self.ctx.is_first and limit is not None and time.perf_counter() - self.began > limit
         return bool(self.ctx.all_sum(torch.tensor(int(over), device=self.ctx.device)).item())
 
     def run(self) -> bool:
@@ -209,9 +244,9 @@ class Benchmark:
         if not self.ctx.is_first:
             return
         self.data["seconds"] = time.perf_counter() - self.began
-        self.output_dir.mkdir(parents=True, exist_ok=True)
         write_json(self.output_dir / "benchmark.json", self.data)
-        (self.output_dir / "benchmark.md").write_text(render(self.data), encoding="utf-8")
+        with replacing(self.output_dir / "benchmark.md") as temporary:
+            temporary.write_text(render(self.data), encoding="utf-8")
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -258,12 +293,13 @@ def render(data: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-@config.parse
+@command_line
 def recipe_main(cfg: DictConfig) -> None:
     """Entry point of ``tune run``."""
     with one_line_errors():
         benchmark = Benchmark(cfg)
-    good = benchmark.run()
+    with one_line_ending():
+        good = benchmark.run()
     if benchmark.ctx.is_first:
         print(f"benchmark: {benchmark.output_dir / 'benchmark.md'}")
     if benchmark.ctx.world_size > 1:

@@ -14,53 +14,60 @@ import dataclasses
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import DictConfig
 from torch import nn
-from torchtune import config as torchtune_config
 
-from tcal_components.calibration.initialize import STRATEGIES, StartConfig, initialize_mixers
-from tcal_components.calibration.layer_optimizer import AlignConfig
-from tcal_components.calibration.policies import (
-    POLICIES,
-    Ranking,
-    rank_by_ablation,
-    rank_by_alignment_error,
-    rank_by_kl,
-    rank_by_single_keep,
-    rank_uniform,
-)
-from tcal_components.calibration.resumable import resumable_alignment, stored_statistics
-from tcal_components.calibration.scoring import ScoreFile, Scorer
-from tcal_components.checkpoint.artifacts import read_tensors, write_tensors
-from tcal_components.checkpoint.fingerprint import fingerprint, stored_fingerprint
-from tcal_components.config import ConfigError, one_line_errors, scalar, section
+from tcal_components.align.config import AlignConfig
+from tcal_components.align.resumable import resumable_alignment, stored_statistics
+from tcal_components.checkpoint.artifacts import replacing
+from tcal_components.checkpoint.fingerprint import fingerprint
+from tcal_components.checkpoint.stage_files import StageFiles
+from tcal_components.config import ConfigError, Count, OneOf, Range, Settings, command_line, one_line_errors, section
 from tcal_components.data.roles import recut
+from tcal_components.distributed.preemption import Stopped, one_line_ending, stop_on_signals
 from tcal_components.evaluation.perplexity import evaluation_batches
+from tcal_components.initialize.initialize import StartConfig, initialize_mixers
 from tcal_components.models.memory import count_parameters
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.reporting import Report, render_markdown, write_json, write_plots
 from tcal_components.reporting.selection import selection_markdown
-from tcal_components.workbench import Workbench
+from tcal_components.select.gates import GateConfig, train_gates
+from tcal_components.select.policies import (
+    POLICIES,
+    Ranking,
+    rank_by_ablation,
+    rank_by_alignment_error,
+    rank_by_gates,
+    rank_by_kl,
+    rank_by_single_keep,
+    rank_uniform,
+)
+from tcal_components.select.scores import ScoreFile, Scorer
+from tcal_components.setup import Workbench
+
+PolicyName = Annotated[str, OneOf(POLICIES)]
 
 
 @dataclasses.dataclass(frozen=True)
-class SelectConfig:
+class SelectConfig(Settings):
     """Section ``select``.
 
     Args:
         policy: one of ``POLICIES``, or a list of them.
         num_layers: layers that keep attention.
-        mixers: what stands in for attention while ``single_keep`` and ``kl_guided`` measure: mixers as ``initialize``
-            makes them, or ``align`` after ``align.steps`` steps.
+        mixers: what stands in for attention while ``single_keep``, ``kl_guided`` and ``gates`` measure: mixers as
+            ``initialize`` makes them, or ``align`` after ``align.steps`` steps.
         batch_size: sequences a forward pass over all processes.
+        gates: numbers of the policy ``gates``.
     """
 
-    num_layers: int
-    policy: str | list[str] = "kl_guided"
-    mixers: str = "align"
-    batch_size: int = 8
+    num_layers: Annotated[int, Range(0, 2**16)]
+    policy: PolicyName | Annotated[list[PolicyName], Range(1, 100)] = "gates"
+    mixers: Annotated[str, OneOf(("initialize", "align"))] = "align"
+    batch_size: Count = 8
+    gates: GateConfig = dataclasses.field(default_factory=GateConfig)
 
     @property
     def policies(self) -> list[str]:
@@ -72,7 +79,7 @@ class SelectConfig:
 class MeasuredStart(StartConfig):
     """Section ``initialize``: a strategy of the table, its numbers, and queries a block while the teacher is measured."""
 
-    query_block: int = 128
+    query_block: Count = 128
 
 
 class SelectLayers:
@@ -88,13 +95,14 @@ class SelectLayers:
 
     def __init__(self, cfg: DictConfig) -> None:
         cfg.retain = {"layers": []}  # every layer gets a mixer
-        self.bench = bench = Workbench(cfg, extra_keys=("select", "initialize", "save_every"))
+        self.bench = bench = Workbench(cfg, extra_keys=("select", "initialize"))
         self.cfg, self.ctx, self.out = cfg, bench.ctx, bench.output_dir
         self.select = section(SelectConfig, cfg.get("select"), "select")
         self.start = section(MeasuredStart, cfg.get("initialize"), "initialize")
         self.align_config = section(AlignConfig, cfg.get("align"), "align")
-        self.save_every = scalar(cfg, "save_every", int, 100, least=1)
         self._check()
+        self.files = StageFiles(self.out, ())
+        self.files.prints = self._prints()
         self.report = Report(
             self.out,
             "select_layers",
@@ -102,29 +110,25 @@ class SelectLayers:
             device=self.ctx.device,
             world_size=self.ctx.world_size,
             rank=self.ctx.rank,
+            results={stage: result for stage in self.files.prints if (result := self.files.result(stage)) is not None},
             resume=True,
         )
         self._teacher: HybridDecoder | None = None
 
     def _check(self) -> None:
         total, select = self.bench.spec.num_layers, self.select
-        for name in select.policies:
-            if name not in POLICIES:
-                raise ConfigError(f"select.policy has {name!r}; allowed: {', '.join(POLICIES)}")
-        if not select.policies:
-            raise ConfigError(f"select.policy is empty; allowed: {', '.join(POLICIES)}")
-        if not 0 <= select.num_layers <= total:
+        if select.num_layers > total:
             raise ConfigError(f"select.num_layers is {select.num_layers}, but the teacher has {total} layers")
-        if select.mixers not in ("initialize", "align"):
-            raise ConfigError(f"select.mixers is {select.mixers!r}; allowed: initialize, align")
-        if self.start.strategy not in STRATEGIES:
-            raise ConfigError(f"initialize.strategy is {self.start.strategy!r}; allowed: {', '.join(STRATEGIES)}")
+        if self.align_config.joint.steps:
+            raise ConfigError(
+                "align.joint trains a student's layers together; there is no student before layers are chosen"
+            )
+        if "gates" in select.policies:
+            if not select.num_layers:
+                raise ConfigError("select.policy gates needs select.num_layers of at least 1")
+            self.bench.check_batch_size(select.gates.batch_size, "select.gates.batch_size")
         if "alignment_error" in select.policies and self.align_config.steps < 1:
             raise ConfigError("select.policy alignment_error needs an alignment, but align.steps is 0")
-        counts = {"select.batch_size": select.batch_size, "initialize.query_block": self.start.query_block}
-        for key, value in counts.items():
-            if value < 1:
-                raise ConfigError(f"{key} is {value}, expected at least 1")
         if self._aligns:
             self.bench.check_batch_size(self.align_config.batch_size, "align.batch_size")
             seq_len, tokens = self.align_config.seq_len, self.bench.data["calibration"].num_tokens
@@ -166,25 +170,32 @@ class SelectLayers:
             self.write(name, *self.rank(name, mixers))
         if self.ctx.is_first:
             self._write_report()
+        bench.close()
 
     # ------------------------------------------------------------------------------------- mixers in place of attention
 
-    def initialize(self) -> nn.ModuleDict:
-        """A mixer for every layer, in closed form; returns them with these weights."""
-        bench, path = self.bench, self.out / "initialize" / "mixers.safetensors"
-        text = [bench.teacher_fingerprint, bench.data_fingerprint("calibration"), str(self.ctx.dtype)]
-        self.initialized = fingerprint(
-            text,
+    def _prints(self) -> dict[str, str]:
+        """What the statistics and the mixers are made from."""
+        bench = self.bench
+        measured = [bench.teacher_fingerprint, bench.data_fingerprint("calibration"), str(self.ctx.dtype)]
+        initialized = fingerprint(
+            measured,
             dataclasses.asdict(bench.gdn),
             dataclasses.asdict(self.start),
             bench.data_fingerprint("heldout"),
             bench.seed,
         )
-        if not (stored_fingerprint(path) == self.initialized and self.report.finished("initialize")):
-            with self.report.stage("initialize") as clock:
+        aligned = fingerprint(initialized, dataclasses.asdict(self.align_config))
+        return {"measure": fingerprint(measured), "initialize": initialized, "align": aligned}
+
+    def initialize(self) -> nn.ModuleDict:
+        """A mixer for every layer, in closed form; returns them with these weights."""
+        bench, files = self.bench, self.files
+        if not self.report.finished("initialize"):
+            with self.report.stage("initialize", made_of=files.prints["initialize"]) as clock:
                 statistics = stored_statistics(
-                    self.out / "measure" / "statistics.safetensors",
-                    fingerprint=fingerprint(text),
+                    files.path("measure"),
+                    fingerprint=files.prints["measure"],
                     teacher=self.teacher,
                     layers=bench.converted,
                     batches=lambda: bench.calibration_batches(self.select.batch_size),
@@ -205,45 +216,55 @@ class SelectLayers:
                     autocast_dtype=self.ctx.autocast_dtype,
                 )
                 if self.ctx.is_first:
-                    write_tensors(path, found.weights, fingerprint=self.initialized)
+                    files.write("initialize", found.weights)
                 self.ctx.barrier()
                 clock.add_tokens(bench.data["calibration"].num_tokens)
-            self.report.update({"tokens": {"calibration": bench.data["calibration"].num_tokens}})
-        self.mixers_from = self.initialized
-        return bench.mixers(read_tensors(path))
+                clock.record({"tokens": {"calibration": bench.data["calibration"].num_tokens}})
+        self.mixers_from = files.prints["initialize"]
+        return bench.mixers(files.read("initialize"))
 
     def align(self, mixers: nn.ModuleDict) -> nn.ModuleDict:
         """Each mixer towards the attention of its layer; returns them with the aligned weights."""
-        bench, config, path = self.bench, self.align_config, self.out / "align" / "mixers.safetensors"
-        aligned = fingerprint(self.initialized, dataclasses.asdict(config))
-        if not (stored_fingerprint(path) == aligned and self.report.finished("align")):
+        bench, config, files = self.bench, self.align_config, self.files
+        state = files.state("align")
+        if not self.report.finished("align"):
             # Cut to another length it must not run into the text that layers are scored on.
             tokens = min(config.text_tokens, bench.data["calibration"].num_tokens)
             text = recut(self.cfg.calibration_dataset, bench.tokenizer, seq_len=config.seq_len, max_tokens=tokens)
-            with self.report.stage("align") as clock:
-                result = resumable_alignment(
-                    self.out / "align" / "state",
-                    fingerprint=aligned,
-                    teacher=self.teacher,
-                    mixers=mixers,
-                    stream=bench.stream(text, config.batch_size, seed=bench.seed),
-                    prepare=bench.prepare,
-                    heldout_batches=list(bench.calibration_batches(config.batch_size, "heldout")),
-                    config=config,
-                    save_every=self.save_every,
-                    autocast_dtype=self.ctx.autocast_dtype,
-                )
+            resume = state.begin(files.prints["align"]) and state.latest() is not None
+            with (
+                stop_on_signals() as stop,
+                self.report.stage("align", made_of=files.prints["align"], resumed=resume) as clock,
+            ):
+                try:
+                    result = resumable_alignment(
+                        state,
+                        resume=resume,
+                        teacher=self.teacher,
+                        mixers=mixers,
+                        stream=bench.stream(text, config.batch_size, seed=bench.seed),
+                        prepare=bench.prepare,
+                        heldout_batches=list(bench.calibration_batches(config.batch_size, "heldout")),
+                        config=config,
+                        save_every=bench.run.save_every,
+                        autocast_dtype=self.ctx.autocast_dtype,
+                        should_stop=stop,
+                    )
+                except Stopped as stopped:
+                    bench.end_early("align", stopped.step, stop)
                 if self.ctx.is_first:
-                    write_tensors(path, result.weights, fingerprint=aligned)
+                    files.write("align", result.weights)
                 self.ctx.barrier()
                 clock.add_tokens(result.tokens)
-            self.report.replace("alignment_error", {str(layer): error for layer, error in result.error.items()})
-            self.report.replace("alignment_curve", result.curve)
-            self.report.update({"tokens": {"alignment": result.tokens}})
+                clock.record({"alignment_error": result.error, "alignment_curve": result.curve})
+                clock.record({"tokens": {"alignment": result.tokens}})
+            if bench.any_process(stop):
+                bench.end_early("align", result.steps, stop)
+        state.remove()
         if self.select.mixers == "align":
-            self.mixers_from = aligned
-            return bench.mixers(read_tensors(path))
-        return bench.mixers(read_tensors(self.out / "initialize" / "mixers.safetensors"))
+            self.mixers_from = files.prints["align"]
+            return bench.mixers(files.read("align"))
+        return bench.mixers(files.read("initialize"))
 
     # ---------------------------------------------------------------------------------------------------------- ranking
 
@@ -264,8 +285,16 @@ class SelectLayers:
 
         made_of = self.mixers_from if POLICIES[policy].mixers else bench.teacher_fingerprint
         made_of = fingerprint(made_of, bench.data_fingerprint("heldout"), str(self.ctx.dtype), policy)
+        if policy == "gates":
+            made_of = fingerprint(made_of, dataclasses.asdict(select.gates), select.num_layers, bench.seed)
         scores = ScoreFile(self.out / "scores" / f"{policy}.json", fingerprint=made_of)
         self.ctx.barrier()  # all processes have read the file before the first one writes to it
+        if mixers is not None:
+            mixers.requires_grad_(False)
+        if policy == "gates":
+            assert mixers is not None
+            gates, read = self._gates(mixers, scores)
+            return rank_by_gates(gates), seconds + scores.seconds, {**tokens, "gates": read}
         batches = evaluation_batches(
             bench.data["heldout"], batch_size=select.batch_size, rank=self.ctx.rank, world_size=self.ctx.world_size
         )
@@ -274,12 +303,29 @@ class SelectLayers:
             ranking = rank_by_ablation(scorer, bench.spec.num_layers, scores)
         else:
             assert mixers is not None
-            mixers.requires_grad_(False)
             if policy == "single_keep":
                 ranking = rank_by_single_keep(scorer, mixers, scores)
             else:
                 ranking = rank_by_kl(scorer, mixers, select.num_layers, scores)
         return ranking, seconds + scores.seconds, {**tokens, "scored": scorer.tokens * len(scores.values)}
+
+    def _gates(self, mixers: nn.ModuleDict, scores: ScoreFile) -> tuple[dict[int, float], int]:
+        """The gate of each layer, and the tokens that training them took."""
+        bench, config = self.bench, self.select.gates
+        stream = bench.stream(bench.data["heldout"], config.batch_size, seed=bench.seed)
+        layers = range(bench.spec.num_layers)
+        values = scores.get_all(
+            [f"gate {layer}" for layer in layers],
+            lambda: train_gates(
+                self.teacher,
+                mixers,
+                (bench.prepare(batch) for batch in stream),
+                self.select.num_layers,
+                config=config,
+                autocast_dtype=self.ctx.autocast_dtype,
+            ).tolist(),
+        )
+        return dict(zip(layers, values)), config.steps * config.batch_size * bench.data["heldout"].seq_len
 
     def path(self, policy: str) -> Path:
         """The file of a policy."""
@@ -313,16 +359,18 @@ class SelectLayers:
         selections = {name: self.report["selection"][name] for name in self.select.policies}
         text = render_markdown(self.report.data, plots=write_plots(self.report.data, self.out))
         title, rest = text.split("\n", 1)
-        (self.out / "report.md").write_text(f"{title}\n\n{selection_markdown(selections)}{rest}", encoding="utf-8")
+        with replacing(self.out / "report.md") as temporary:
+            temporary.write_text(f"{title}\n\n{selection_markdown(selections)}{rest}", encoding="utf-8")
         self.bench.log(f"report: {self.out / 'report.md'}")
 
 
-@torchtune_config.parse
+@command_line
 def recipe_main(cfg: DictConfig) -> None:
     """Entry point of ``tune run``."""
     with one_line_errors():
         recipe = SelectLayers(cfg)
-    recipe.run()
+    with one_line_ending():
+        recipe.run()
 
 
 if __name__ == "__main__":

@@ -1,32 +1,41 @@
 """Reading a config: every mistake is one line that names the key."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from tcal_components.config import (
     ConfigError,
+    OneOf,
+    Range,
+    RunConfig,
+    Settings,
     build,
     check_component,
     check_keys,
-    check_stages,
+    check_top_level,
     one_line_errors,
+    read,
     resolve_assets,
-    scalar,
     section,
     takes,
 )
+from tcal_components.config.pipeline import PipelineKeys
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    steps: int
+class Align(Settings):
+    steps: Annotated[int, Range(1, 100)]
     lr: float = 1e-3
+    clip: Annotated[float, Range(above=0)] | None = 1.0
     name: str | None = None
     kind: Literal["a", "b"] = "a"
-    betas: tuple[float, float] = (0.9, 0.95)
+    part: Annotated[str, OneOf(("gates", "decay"))] | None = None
+    betas: tuple[Annotated[float, Range(0, below=1)], float] = (0.9, 0.95)
+    pulls: Annotated[list[float], Range(1, 3)] = dataclasses.field(default_factory=lambda: [1.0])
     layers: list[int] | None = None
     table: dict[str, Any] | None = None
     switch: bool = False
@@ -51,53 +60,106 @@ def node(**values):
 
 def test_section_fills_in_defaults_and_checks_types():
     given = OmegaConf.create({"steps": 3, "lr": "1e-4", "betas": [0.8, 0.9], "layers": [0, 4], "switch": True})
-    made = section(Settings, given, "align")
+    made = section(Align, given, "align")
     assert made.steps == 3 and made.lr == 1e-4 and made.layers == [0, 4] and made.kind == "a"
-    assert section(Settings, None, "align", steps=1).steps == 1
-    assert section(Settings, {"steps": 1, "lr": 2}, "align").lr == 2
+    assert made.betas == (0.8, 0.9), "a list where a tuple is wanted"
+    assert section(Align, None, "align", steps=1).steps == 1
+    assert section(Align, {"steps": 1, "lr": 2, "pulls": ["1e-3"]}, "align").pulls == [1e-3]
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"step": 1}, "unknown key 'step' in align (did you mean 'steps'?); allowed: betas, kind, layers, lr, name"),
+        (
+            {"step": 1},
+            "unknown key 'step' in align (did you mean 'steps'?); allowed: betas, clip, kind, layers, lr, name, part",
+        ),
         ({}, "align.steps is missing"),
         ({"steps": True}, "align.steps is True, expected int"),
         ({"steps": 1.5}, "align.steps is 1.5, expected int"),
         ({"steps": None}, "align.steps is None, expected int"),
         ({"steps": 1, "lr": "fast"}, "align.lr is 'fast', expected float"),
         ({"steps": 1, "name": 3}, "align.name is 3, expected str | None"),
-        ({"steps": 1, "kind": "c"}, "align.kind is 'c', expected typing.Literal"),
+        ({"steps": 0}, "align.steps is 0, expected at least 1 and at most 100"),
+        ({"steps": 101}, "align.steps is 101, expected at least 1 and at most 100"),
+        ({"steps": 10**5000}, "align.steps is a int too large to show, expected a number that fits into 64 bits"),
+        ({"steps": 1, "lr": float("nan")}, "align.lr is nan, expected a finite number"),
+        ({"steps": 1, "lr": "-inf"}, "align.lr is -inf, expected a finite number"),
+        ({"steps": 1, "lr": 10**400}, "align.lr is 1000"),
+        ({"steps": 1, "clip": 0}, "align.clip is 0, expected more than 0"),
+        ({"steps": 1, "part": "gate"}, "align.part is 'gate' (did you mean 'gates'?); allowed: gates, decay"),
+        ({"steps": 1, "kind": "c"}, "align.kind is 'c'; allowed: a, b"),
+        ({"steps": 1, "pulls": []}, "align.pulls is [], expected at least 1 and at most 3 entries"),
+        ({"steps": 1, "pulls": [1.0, float("inf")]}, "align.pulls[1] is inf, expected a finite number"),
+        ({"steps": 1, "kind": "x" * 10000}, "align.kind is 'xxx"),
         ({"steps": 1, "betas": 0.9}, "align.betas is 0.9, expected tuple"),
-        ({"steps": 1, "betas": [0.9, "x"]}, "align.betas is [0.9, 'x'], expected tuple"),
-        ({"steps": 1, "layers": ["0"]}, "align.layers is ['0'], expected list[int] | None"),
-        ({"steps": 1, "table": [1]}, "align.table is [1], expected dict"),
+        ({"steps": 1, "betas": [0.9, "x"]}, "align.betas[1] is 'x', expected float"),
+        ({"steps": 1, "betas": [1.0, 0.9]}, "align.betas[0] is 1.0, expected at least 0 and less than 1"),
+        ({"steps": 1, "betas": [0.9]}, "align.betas is [0.9], expected tuple[float, float]"),
+        ({"steps": 1, "layers": "0"}, "align.layers is '0', expected list[int] | None"),
+        ({"steps": 1, "layers": ["0"]}, "align.layers[0] is '0', expected int"),
+        ({"steps": 1, "table": [1]}, "align.table is [1], expected keys and values"),
         ({"steps": 1, "switch": 1}, "align.switch is 1, expected bool"),
         ([1], "align is [1], expected keys and values"),
     ],
 )
 def test_section_refuses(given, said):
     with pytest.raises(ConfigError) as error:
-        section(Settings, OmegaConf.create(given) if isinstance(given, dict) else given, "align")
+        section(Align, given, "align")
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
 
 
 def test_a_key_that_the_recipe_supplies_is_not_the_users():
     with pytest.raises(ConfigError, match="unknown key 'steps' in distill"):
-        section(Settings, {"steps": 5}, "distill", steps=1)
+        section(Align, {"steps": 5}, "distill", steps=1)
 
 
-def test_scalar():
-    cfg = OmegaConf.create({"seed": 3, "empty": None, "text": "x", "flag": False})
-    assert scalar(cfg, "seed", int, 0, least=0) == 3 and scalar(cfg, "none", int, 7) == 7
-    assert scalar(cfg, "empty", int, 7) == 7 and scalar(cfg, "flag", bool, True) is False
-    for key, kind, least, said in (
-        ("text", int, None, "text is 'x', expected int"),
-        ("seed", bool, None, "seed is 3, expected bool"),
-        ("seed", int, 4, "seed is 3, expected at least 4"),
+def test_a_value_that_does_not_fit_is_shown_short():
+    with pytest.raises(ConfigError) as error:
+        section(Align, {"steps": ["x" * 10_000] * 1000}, "align")
+    assert len(str(error.value)) < 300
+
+
+def test_whoever_makes_settings_has_them_checked():
+    with pytest.raises(ConfigError, match="^steps is 0, expected at least 1"):
+        Align(steps=0)
+    with pytest.raises(ConfigError, match="^lr is nan"):
+        dataclasses.replace(Align(steps=1), lr=float("nan"))
+
+
+def test_top_level_keys():
+    cfg = OmegaConf.create({"seed": 3, "output_dir": "out", "device": None, "tune_kernels": False, "other": 1})
+    assert read(RunConfig, cfg) == RunConfig(output_dir="out", seed=3)
+    for change, said in (
+        ({"seed": "x"}, "^seed is 'x', expected int"),
+        ({"seed": -1}, "^seed is -1, expected at least 0"),
+        ({"seed": 2**32}, "^seed is 4294967296, expected at least 0 and at most 4294967295"),
+        ({"tune_kernels": 3}, "^tune_kernels is 3, expected bool"),
+        ({"output_dir": None}, "^output_dir is missing"),
+        ({"output_dir": ""}, "^output_dir is empty"),
+        ({"device": "cuda:x"}, "^device is 'cuda:x'; allowed: cpu, cuda, cuda:N"),
+        ({"device": "cuda:" + "9" * 30}, "^device is 'cuda:9"),
+        ({"dtype": "fp16"}, "^dtype is 'fp16'"),
     ):
         with pytest.raises(ConfigError, match=said):
-            scalar(cfg, key, kind, kind(), least=least)
+            read(RunConfig, OmegaConf.merge(cfg, change))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"a": {"b": [1, float("nan")]}}, "^a.b\\[1\\] is nan, expected a finite number"),
+        ({"a": -float("inf")}, "^a is -inf, expected a finite number"),
+        ({"a": {"b": 2**63}}, "^a.b is 9223372036854775808, expected a number that fits into 64 bits"),
+        ({"a": "x\0y"}, "^a is 'x\\\\x00y', expected text without null characters"),
+        ({"a": {"\ud800": 1}}, "^a key of a is '\\\\ud800', expected text"),
+        ({"a": "${a}"}, "Recursive interpolation"),
+        ({"b": 1}, "unknown key 'b' in the config"),
+    ],
+)
+def test_what_no_key_can_hold(given, said):
+    with pytest.raises((ConfigError, OmegaConfBaseException), match=said):
+        check_top_level(OmegaConf.create(given), ["a"])
 
 
 def test_component_is_checked_without_being_called():
@@ -155,10 +217,10 @@ def test_check_keys_suggests():
 
 
 def test_stages_are_ordered():
-    assert check_stages(OmegaConf.create(["export", "measure"])) == ["measure", "export"]
-    for wrong in (None, [], "measure", ["measure", "train"], {"measure": 1}):
-        with pytest.raises(ConfigError, match="allowed|expected a list out of"):
-            check_stages(wrong)
+    assert read(PipelineKeys, OmegaConf.create({"stages": ["export", "measure"]})).stages == ["measure", "export"]
+    for wrong in (None, [], "measure", ["measure", "train"], {"measure": 1}, 5):
+        with pytest.raises(ConfigError, match="^stages"):
+            read(PipelineKeys, OmegaConf.create({"stages": wrong}))
 
 
 def test_assets_are_resolved_where_they_stand():
@@ -189,3 +251,14 @@ def test_interpolation_of_nothing_is_the_users_too(capsys):
     with pytest.raises(SystemExit), one_line_errors():
         OmegaConf.to_container(OmegaConf.create({"a": "${b}"}), resolve=True)
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_keys_that_others_refer_to_may_stand_beside_the_known_ones():
+    cfg = OmegaConf.create(
+        {"folder": "/tmp/a", "output_dir": "${folder}/b", "seed": "${numbers.seed}", "numbers": {"seed": 3}}
+    )
+    check_top_level(cfg, ["output_dir", "seed"])
+    with pytest.raises(ConfigError, match="unknown key 'fold'"):
+        check_top_level(OmegaConf.create({"fold": 1, "output_dir": "${folder}", "folder": "a"}), ["output_dir"])
+    with pytest.raises(ConfigError, match="leaves folder open; give it on the command line: folder=..."):
+        check_top_level(OmegaConf.create({"folder": "???", "output_dir": "${folder}"}), ["output_dir"])

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+ROOT = Path(__file__).resolve().parents[1]
+README, COMPONENTS = ROOT / "README.md", ROOT / "docs" / "components.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", COMPONENTS.read_text(), flags=re.DOTALL)
 
 
 def test_component_example(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

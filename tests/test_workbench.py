@@ -6,12 +6,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tcal_components.align.config import AlignConfig
 from tcal_components.assets import asset_path
-from tcal_components.calibration.layer_optimizer import AlignConfig
-from tcal_components.checkpoint.hf_folder import load_teacher_state_dict
+from tcal_components.checkpoint.teacher import load_teacher_state_dict
 from tcal_components.config import ConfigError
 from tcal_components.data import packed_text
-from tcal_components.workbench import COMMON_KEYS, Workbench
+from tcal_components.setup import COMMON_KEYS, Workbench
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def make(texts, tmp_path):
         cfg = {
             "output_dir": str(tmp_path / "out"),
             "teacher_checkpointer": {
-                "_component_": "tcal_components.checkpoint.hf_folder.HFTeacherCheckpointer",
+                "_component_": "tcal_components.checkpoint.teacher.HFTeacherCheckpointer",
                 "checkpoint_dir": folder,
             },
             "teacher_model": {"_component_": "tcal_components.models.teacher", "checkpoint_dir": folder},

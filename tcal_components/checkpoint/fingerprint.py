@@ -38,6 +38,8 @@ def folder_fingerprint(folder: str | Path) -> str:
     """
     digest = hashlib.sha256()
     for path in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
+        if not path.is_file():  # a pipe would be waited for
+            continue
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with open(path, "rb") as file:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tcal_components.checkpoint.artifacts import flush, writing
+from tcal_components.distributed.watch import barrier, patient_group
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _SEAL = "complete.json"
@@ -61,9 +64,10 @@ class RunState:
         if not same[0]:
             self.clear()
             if _first():
-                self.directory.mkdir(parents=True, exist_ok=True)
-                _write_flushed(self.directory / _INPUTS, made_of)
-            _barrier()
+                with writing(self.directory):
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                    _write_flushed(self.directory / _INPUTS, made_of)
+            barrier()
         return same[0]
 
     def made_of(self) -> str | None:
@@ -95,28 +99,33 @@ class RunState:
 
         Raises:
             TypeError: if ``extra`` holds something JSON cannot, before anything is written.
+            WriteError: in one line; earlier checkpoints are still there.
         """
         text = json.dumps({} if extra is None else dict(extra))
-        writing = self.directory / f"{_WRITING}step-{step:08d}"
+        with writing(self.directory):
+            return self._save(step, _unwrap(state), text)
+
+    def _save(self, step: int, state: dict[str, Tensor], text: str) -> Path:
+        hidden = self.directory / f"{_WRITING}step-{step:08d}"
         if _first():
             self.directory.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            writing.mkdir()
-        _barrier()
+            hidden.mkdir()
+        barrier()
         with _quiet():
-            dcp.save(_unwrap(state), storage_writer=dcp.FileSystemWriter(writing), no_dist=not _distributed())
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(hidden), **_processes())
         final = self._free_name(step)  # before the barrier, so that every process computes the same
-        _barrier()
+        barrier()
         if _first():
-            files = {path.name: path.stat().st_size for path in writing.iterdir()}
-            _write_flushed(writing / _SEAL, json.dumps({"step": step, "files": files, "extra": json.loads(text)}))
-            _flush(writing)
-            writing.rename(final)
-            _flush(self.directory)
+            files = {path.name: path.stat().st_size for path in hidden.iterdir()}
+            _write_flushed(hidden / _SEAL, json.dumps({"step": step, "files": files, "extra": json.loads(text)}))
+            flush(hidden)
+            hidden.rename(final)
+            flush(self.directory)
             for _, path in self._complete()[: -self.keep_last]:
                 path.rename(self.directory / f"{_DROPPED}{path.name}")  # never listed half deleted
             self._sweep()
-        _barrier()
+        barrier()
         return final
 
     def load(self, state: Mapping[str, Any], step: int | None = None) -> tuple[int, dict[str, Any]]:
@@ -155,8 +164,17 @@ class RunState:
                     f"{wanted.get(name, 'missing')} here; use another output_dir or the config that wrote it"
                 )
         with _quiet():
-            dcp.load(target, storage_reader=reader, no_dist=not _distributed())
+            dcp.load(target, storage_reader=reader, **_processes())
         return int(step or 0), json.loads((path / _SEAL).read_text())["extra"]
+
+    def keep(self, steps: Collection[int | None]) -> None:
+        """Forget the checkpoints of all other steps."""
+        if _first() and self.directory.is_dir():
+            for step, path in self._complete():
+                if step not in steps:
+                    path.rename(self.directory / f"{_DROPPED}{path.name}")
+            self._sweep()
+        barrier()
 
     def clear(self) -> None:
         """Forget all checkpoints: a run with other settings starts anew."""
@@ -164,14 +182,14 @@ class RunState:
             for _, path in self._complete():
                 path.rename(self.directory / f"{_DROPPED}{path.name}")
             self._sweep()
-        _barrier()
+        barrier()
 
     def remove(self) -> None:
         """Forget all checkpoints and remove the folder: the stage has ended."""
         self.clear()
         if _first():
             shutil.rmtree(self.directory, ignore_errors=True)
-        _barrier()
+        barrier()
 
     def _complete(self) -> list[tuple[int, Path]]:
         """(step, folder) of complete checkpoints, oldest first; a step that was saved again comes twice."""
@@ -230,15 +248,6 @@ def _write_flushed(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _flush(directory: Path) -> None:
-    """Make names in a folder durable; the files' contents are flushed by who wrote them."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch's advice on running in one process, which ``no_dist=True`` already says is meant."""
@@ -251,10 +260,10 @@ def _distributed() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
+def _processes() -> dict[str, Any]:
+    """Who reads and writes together; a disk may be slower for one than for the others."""
+    return {"process_group": patient_group()} if _distributed() else {"no_dist": True}
+
+
 def _first() -> bool:
     return not _distributed() or dist.get_rank() == 0
-
-
-def _barrier() -> None:
-    if _distributed():
-        dist.barrier()

@@ -5,20 +5,22 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from tcal_components.checkpoint.artifacts import read_tensors, write_tensors
+from tcal_components.checkpoint.artifacts import load_result, read_tensors, write_tensors
 from tcal_components.checkpoint.fingerprint import stored_fingerprint
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.config import ConfigError
 
-_NAMES = {"measure": "statistics.safetensors", "distill": "student.safetensors"}
+_NAMES = {"measure": "statistics.safetensors", "distill": "student.safetensors", "export": ""}
+_NAMES["generate"] = "result.json"  # which has no other output than its numbers
 _NEEDS = {"initialize": "measure", "align": "initialize", "distill": "initialize", "export": "initialize"}
 
 
 class StageFiles:
-    """Outputs of the stages ``measure``, ``initialize``, ``align`` and ``distill`` below one folder.
+    """Outputs and results of the stages below one folder.
 
     Args:
         root: ``output_dir`` of the run.
@@ -38,9 +40,25 @@ class StageFiles:
         """Where a stage's output lies."""
         return self.root / stage / _NAMES.get(stage, "mixers.safetensors")
 
+    def result(self, stage: str) -> dict[str, Any] | None:
+        """What a finished stage reported, if it was made from what the config asks for and its output is still there."""
+        result = load_result(self.root, stage)
+        if result is None or result["made_of"] != self.prints[stage]:
+            return None
+        if stage == "generate":
+            return result
+        if stage == "export":  # the model card is the last that is written
+            return result if (self.path(stage) / "README.md").is_file() else None
+        return result if stored_fingerprint(self.path(stage)) == self.prints[stage] else None
+
     def current(self, stage: str) -> bool:
-        """Whether a stage's output is there and made from what the config asks for."""
-        return stored_fingerprint(self.path(stage)) == self.prints[stage]
+        """Whether a stage has been finished with what the config asks for."""
+        return self.result(stage) is not None
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """By stage, what the finished ones reported; an alignment that the later stages do not use is none of them."""
+        found = {stage: self.result(stage) for stage in self.prints if stage != "align" or self.uses_alignment}
+        return {stage: result for stage, result in found.items() if result is not None}
 
     def read(self, stage: str) -> dict[str, Tensor]:
         """A stage's output."""
@@ -74,7 +92,7 @@ class StageFiles:
             if stage in self.stages and before not in self.stages and not self.current(before):
                 raise ConfigError(
                     f"stages has {stage}, but the output of {before} is not in {self.root} (or was made with other "
-                    f"settings); add {before} to stages"
+                    f"settings, or not to its end); add {before} to stages"
                 )
         # A later output is used where it exists, so one of other settings must not be.
         for before, after in (("align", ("distill", "export")), ("distill", ("export",))):
@@ -82,8 +100,8 @@ class StageFiles:
             read = set(after) & set(self.stages) and not made_anew and self.path(before).is_file()
             if read and not self.current(before):
                 raise ConfigError(
-                    f"the output of {before} in {self.root / before} was made with other settings; add {before} to "
-                    "stages, or remove that folder to go on without it"
+                    f"the output of {before} in {self.root / before} was made with other settings, or not to its end; add "
+                    f"{before} to stages, or remove that folder to go on without it"
                 )
 
     def check_states(self) -> None:

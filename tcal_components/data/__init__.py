@@ -3,6 +3,7 @@
 from tcal_components.data.chat import from_torchtune, packed_chat
 from tcal_components.data.disjoint import assert_disjoint
 from tcal_components.data.masks import attention_mask, prepare_batch
+from tcal_components.data.mixed import mixed_text
 from tcal_components.data.packed import IGNORE_INDEX, PackedTextDataset, packed_text
 from tcal_components.data.stream import BatchStream
 from tcal_components.data.tokenizer import HFTokenizer, hf_tokenizer
@@ -16,6 +17,7 @@ __all__ = [
     "attention_mask",
     "from_torchtune",
     "hf_tokenizer",
+    "mixed_text",
     "packed_chat",
     "packed_text",
     "prepare_batch",

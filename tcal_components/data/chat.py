@@ -1,16 +1,22 @@
 """Chat and instruction data of torchtune's datasets, packed like text, with masked prompts."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from tcal_components.assets import resolve
+from tcal_components.config import Length, Steps
 from tcal_components.data.disjoint import PackedDocument, document_digest
 from tcal_components.data.packed import IGNORE_INDEX, Pack, PackedTextDataset
+from tcal_components.data.sources import first_line, is_local, require_file
+
+_BUILDERS = ("json", "csv", "text", "parquet", "arrow")  # sources of datasets that read data_files here
 
 
 def from_torchtune(
-    dataset: Any, *, seq_len: int, pad_id: int = 0, max_sequences: int | None = None
+    dataset: Any, *, seq_len: int, pad_id: int = 0, max_sequences: int | None = None, tokenizer: Any = None
 ) -> PackedTextDataset:
     """Packs any torchtune dataset (chat, instruct, text completion, ...) with document boundaries.
 
@@ -23,6 +29,7 @@ def from_torchtune(
         seq_len (int): T, tokens a sequence.
         pad_id (int): token id written on padding.
         max_sequences (int | None): stop after this many rows.
+        tokenizer (Any): of the tokens, see :class:`PackedTextDataset`.
 
     Returns:
         PackedTextDataset: prompts and padding have label -100; ``padding_fraction`` says what padding costs.
@@ -40,7 +47,12 @@ def from_torchtune(
     cut = left_out = 0
     fill = seq_len
     for index in range(len(dataset)):
-        tokens, targets = _sample(dataset[index], index)
+        try:
+            item = dataset[index]
+        except Exception as error:  # torchtune's transforms take any row for what they expect
+            kind = type(error).__name__
+            raise ValueError(f"sample {index} cannot be read as a dialogue: {kind}: {first_line(error)}") from error
+        tokens, targets = _sample(item, index)
         if len(tokens) > seq_len:
             tokens, targets, cut = tokens[:seq_len], targets[:seq_len], cut + 1
         if not targets[1:].any():
@@ -56,7 +68,7 @@ def from_torchtune(
         rows[-1][fill : fill + len(tokens)] = tokens
         masks[-1][fill : fill + len(tokens)] = targets
         starts.append((len(rows) - 1) * seq_len + fill)
-        documents.append(PackedDocument(f"sample {index}", document_digest(tokens), len(tokens)))
+        documents.append(PackedDocument(f"sample {index}", document_digest([tokens]), starts[-1], len(tokens)))
         fill += len(tokens)
         used[-1] = fill
     if not rows:
@@ -83,11 +95,11 @@ def from_torchtune(
             "left_out": left_out,
         },
     )
-    return PackedTextDataset(pack=pack, seq_len=seq_len)
+    return PackedTextDataset(pack=pack, seq_len=seq_len, tokenizer=tokenizer)
 
 
 def packed_chat(
-    tokenizer: Any, *, dataset: dict[str, Any], seq_len: int, max_sequences: int | None = None
+    tokenizer: Any, *, dataset: dict[str, Any], seq_len: Length, max_sequences: Steps | None = None
 ) -> PackedTextDataset:
     """Config component: builds a torchtune dataset from its own config node, then :func:`from_torchtune`.
 
@@ -106,8 +118,25 @@ def packed_chat(
 
     if "_component_" not in dataset:
         raise ValueError("packed_chat needs dataset: {_component_: torchtune.datasets...., source: ...}")
-    built = config.instantiate(DictConfig(dict(dataset)), tokenizer)
-    return from_torchtune(built, seq_len=seq_len, pad_id=tokenizer.pad_id or 0, max_sequences=max_sequences)
+    _check_files(dataset)
+    try:
+        built = config.instantiate(DictConfig(dict(dataset)), tokenizer)
+    except Exception as error:  # datasets raises many kinds, and the reason is often the cause of what it says
+        reasons = dict.fromkeys(first_line(found) for found in (error, error.__cause__) if found is not None)
+        given = ", ".join(f"{key} {dataset[key]}" for key in ("source", "data_files") if key in dataset)
+        raise ValueError(f"{dataset['_component_']} cannot read {given}: {'; '.join(reasons)}") from error
+    pad_id = tokenizer.fill_id if hasattr(tokenizer, "fill_id") else tokenizer.pad_id
+    return from_torchtune(built, seq_len=seq_len, pad_id=pad_id or 0, max_sequences=max_sequences, tokenizer=tokenizer)
+
+
+def _check_files(dataset: dict[str, Any]) -> None:
+    """Refuses files that are missing or cannot be read to their end, which datasets would look for on a hub or wait for."""
+    names = dataset.get("data_files" if dataset.get("source") in _BUILDERS else "source")
+    for name in [names] if isinstance(names, str) or not isinstance(names, Sequence) else names:
+        if not isinstance(name, str) or any(sign in name for sign in ("*", "?", "[", "://")):
+            continue
+        if is_local(name) and not resolve(name).is_dir():
+            require_file(resolve(name))
 
 
 def _sha256(*arrays: np.ndarray) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from tcal_components.config import Length, Seed, Skipped, Tokens
 from tcal_components.data import sources as reading
 from tcal_components.data.disjoint import PackedDocument, document_digest
 from tcal_components.data.tokenizer import HFTokenizer
@@ -16,6 +17,8 @@ from tcal_components.data.tokenizer import HFTokenizer
 IGNORE_INDEX = -100
 # Characters tokenised together: enough to use every core, little enough to stop early at max_tokens.
 _BATCH_CHARACTERS = 1_000_000
+# A document while it is read: where it stands, and its token ids in pieces.
+Encoded = tuple[str, Iterable[np.ndarray]]
 
 
 @dataclass
@@ -53,6 +56,7 @@ class PackedTextDataset(Dataset):
     Args:
         pack (Pack): tokens and boundaries.
         seq_len (int): T.
+        tokenizer (Any): that wrote the tokens; with it documents can be compared as text.
 
     Attributes:
         sources (dict): provenance: path, documents, tokens, sha256 of the token ids used (of chat also of what is learned
@@ -61,8 +65,9 @@ class PackedTextDataset(Dataset):
         padding_fraction (float): share of padding in all rows.
     """
 
-    def __init__(self, *, pack: Pack, seq_len: int) -> None:
+    def __init__(self, *, pack: Pack, seq_len: int, tokenizer: Any = None) -> None:
         self.seq_len = seq_len
+        self.tokenizer = tokenizer
         self.sources = pack.sources
         self.documents = pack.documents
         self._pack = pack
@@ -105,6 +110,12 @@ class PackedTextDataset(Dataset):
         item = {"tokens": tokens[:-1], "labels": labels, "input_pos": input_pos, "document": document}
         return {name: torch.from_numpy(np.ascontiguousarray(value, dtype=np.int64)) for name, value in item.items()}
 
+    def learned_ids(self, number: int) -> np.ndarray:
+        """Token ids of document ``number`` as far as they are in the rows and may be predicted, shape [n]."""
+        document, pack = self.documents[number], self._pack
+        inside = slice(document.start, min(document.start + document.length, self._rows * self.seq_len))
+        return pack.tokens[inside] if pack.targets is None else pack.tokens[inside][pack.targets[inside]]
+
     @property
     def tokens(self) -> np.ndarray:
         """All rows one after the other, and for text the token after the last: shape [N], read-only by agreement."""
@@ -115,21 +126,22 @@ def packed_text(
     tokenizer: HFTokenizer,
     *,
     source: str,
-    seq_len: int,
+    seq_len: Length,
     subset: str | None = None,
     split: str | None = None,
     text_column: str = "text",
-    skip_documents: int = 0,
-    skip_tokens: int = 0,
-    max_tokens: int | None = None,
+    skip_documents: Skipped = 0,
+    skip_tokens: Skipped = 0,
+    max_tokens: Tokens | None = None,
     shuffle_documents: bool = False,
-    seed: int = 0,
+    seed: Seed = 0,
     streaming: bool = False,
 ) -> PackedTextDataset:
     """Packs text into sequences of ``seq_len`` tokens, an end-of-sequence token after each document.
 
-    Documents follow one another and are cut where a row ends; a rest shorter than one row is dropped. Text is read and
-    tokenised only as far as ``max_tokens`` needs it.
+    Where the tokenizer opens a text with a begin token, each document opens with it, once. Documents follow one another
+    and are cut where a row ends; a rest shorter than one row is dropped. Text is read and tokenised only as far as
+    ``max_tokens`` needs it, a long document piece by piece.
 
     To take disjoint parts of one source, give each part ``skip_tokens`` = ``sources["skipped_tokens"] + num_tokens`` of
     the part before: whole documents are skipped, so none is in two parts and none is lost. For a second part that is at
@@ -173,6 +185,7 @@ def packed_text(
         )
     return _pack_stream(
         encoded,
+        tokenizer=tokenizer,
         source=source,
         seq_len=seq_len,
         skip_documents=skip_documents,
@@ -206,57 +219,78 @@ def _open(
     return reading.shuffled(documents, seed=seed) if shuffle else documents
 
 
-def _encode(documents: Iterable[reading.Document], tokenizer: HFTokenizer) -> Iterator[tuple[str, np.ndarray]]:
+def _encode(documents: Iterable[reading.Document], tokenizer: HFTokenizer) -> Iterator[Encoded]:
     batch: list[reading.Document] = []
     characters = 0
     for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS:
+        if document.more is None:
+            batch.append(document)
+            characters += len(document.text)
+        if document.more is not None or characters >= _BATCH_CHARACTERS:
             yield from _encode_batch(batch, tokenizer)
             batch, characters = [], 0
+        if document.more is not None:
+            yield document.where, tokenizer.encode_pieces(document.pieces())
     yield from _encode_batch(batch, tokenizer)
 
 
-def _encode_batch(batch: list[reading.Document], tokenizer: HFTokenizer) -> Iterator[tuple[str, np.ndarray]]:
-    for document, ids in zip(batch, tokenizer.encode_batch([item.text for item in batch], add_eos=True)):
-        yield document.where, np.asarray(ids, dtype=np.uint32)
+def _encode_batch(batch: list[reading.Document], tokenizer: HFTokenizer) -> Iterator[Encoded]:
+    texts = [document.text for document in batch]
+    for document, ids in zip(batch, tokenizer.encode_batch(texts, add_bos=tokenizer.adds_bos, add_eos=True)):
+        yield document.where, [np.asarray(ids, dtype=np.uint32)]
 
 
-def _documents_of_array(source: str, tokenizer: HFTokenizer) -> Iterator[tuple[str, np.ndarray]]:
+def _documents_of_array(source: str, tokenizer: HFTokenizer) -> Iterator[Encoded]:
     path = reading.resolve(source)
     tokens = reading.read_token_array(path, vocab_size=tokenizer.vocab_size)
-    ends = np.flatnonzero(tokens == tokenizer.eos_id) + 1
-    begin = 0
-    for end in [*ends.tolist(), len(tokens)]:
-        if end > begin:
-            yield f"{path} tokens {begin} to {end}", np.asarray(tokens[begin:end], dtype=np.uint32)
-        begin = end
+    begin, size = 0, len(tokens)
+    for low in range(0, size, reading.PIECE):
+        ends = np.flatnonzero(tokens[low : low + reading.PIECE] == tokenizer.eos_id) + low + 1
+        for end in ends.tolist():
+            yield f"{path} tokens {begin} to {end}", _array_pieces(tokens, begin, end, tokenizer)
+            begin = end
+    if begin < size:
+        yield f"{path} tokens {begin} to {size}", _array_pieces(tokens, begin, size, tokenizer)
+
+
+def _array_pieces(tokens: np.ndarray, begin: int, end: int, tokenizer: HFTokenizer) -> Iterator[np.ndarray]:
+    head = tokens[begin : min(end, begin + len(tokenizer.begin_ids))].tolist()
+    yield np.asarray(tokenizer.opened(head)[: -len(head) or None], dtype=np.uint32)
+    for low in range(begin, end, reading.PIECE):
+        yield np.asarray(tokens[low : min(low + reading.PIECE, end)], dtype=np.uint32)
 
 
 def _pack_stream(
-    encoded: Iterable[tuple[str, np.ndarray]],
+    encoded: Iterable[Encoded],
     *,
+    tokenizer: HFTokenizer,
     source: str,
     seq_len: int,
     skip_documents: int,
     skip_tokens: int,
     limit: int | None,
 ) -> PackedTextDataset:
-    """Concatenates documents [(where, ids with EOS)] and cuts them into rows."""
+    """Concatenates documents, each with its end token, and cuts them into rows."""
     pieces: list[np.ndarray] = []
     documents: list[PackedDocument] = []
     total = skipped = seen = 0
     # One token more than the rows hold: it is the label of the last position.
     wanted = None if limit is None else limit // seq_len * seq_len + 1
-    for where, ids in encoded:
+    for where, parts in encoded:
         seen += 1
-        if seen <= skip_documents or skipped < skip_tokens:
-            skipped += len(ids) if seen > skip_documents else 0
+        if seen <= skip_documents:
             continue
-        pieces.append(ids)
-        documents.append(PackedDocument(where, document_digest(ids), len(ids)))
-        total += len(ids)
+        if skipped < skip_tokens:
+            skipped += sum(len(ids) for ids in parts)
+            continue
+        begin = len(pieces)
+        for ids in parts:
+            pieces.append(ids)
+            total += len(ids)
+            if wanted is not None and total >= wanted:
+                break
+        read = pieces[begin:]
+        documents.append(PackedDocument(where, document_digest(read), total - sum(map(len, read)), sum(map(len, read))))
         if wanted is not None and total >= wanted:
             break
     rows = (total if limit is None else min(total, limit)) // seq_len
@@ -269,9 +303,8 @@ def _pack_stream(
         after = f" after {' and '.join(asked)} ({seen} documents in all)" if asked else ""
         raise ValueError(f"text shorter than one sequence: {source} gives {total} tokens{after}, seq_len is {seq_len}")
     tokens = np.concatenate(pieces)[: rows * seq_len + 1]
-    starts = np.cumsum([0, *(document.length for document in documents)])[:-1]
-    inside = starts < rows * seq_len
-    documents = documents[: int(inside.sum())]
+    starts = np.asarray([document.start for document in documents])
+    documents = [document for document in documents if document.start < rows * seq_len]
     starts = starts[starts < len(tokens)]
     provenance = {
         "path": source,
@@ -280,7 +313,8 @@ def _pack_stream(
         "skipped_tokens": skipped,
         "sha256": hashlib.sha256(tokens[: rows * seq_len].astype("<u4").tobytes()).hexdigest(),
     }
-    return PackedTextDataset(pack=Pack(tokens, starts, documents, sources=provenance), seq_len=seq_len)
+    pack = Pack(tokens, starts, documents, sources=provenance)
+    return PackedTextDataset(pack=pack, seq_len=seq_len, tokenizer=tokenizer)
 
 
 def _check_numbers(*, seq_len: int, max_tokens: int | None, skip_documents: int, skip_tokens: int) -> None:

@@ -37,7 +37,7 @@ def build_roles(
             f"calibration_dataset._component_ {cfg.calibration_dataset['_component_']!r} does not fit: it takes no "
             "skip_tokens, which the text that layers are judged by needs"
         )
-    data = {"calibration": build(cfg.calibration_dataset, "calibration_dataset", tokenizer)}
+    data = {"calibration": build(cfg.calibration_dataset, "calibration_dataset", tokenizer, makes=PackedTextDataset)}
     # Whole documents are skipped: the calibration text may begin behind its own skip_tokens.
     skipped = data["calibration"].sources.get("skipped_tokens", cfg.calibration_dataset.get("skip_tokens")) or 0
     skip = int(skipped) + data["calibration"].num_tokens
@@ -52,12 +52,13 @@ def build_roles(
             f"batch_size x seq_len) of other documents are wanted after the first {skip}; lower its max_tokens or "
             f"give more text ({error})"
         ) from error
-    data["training"] = build(cfg.dataset, "dataset", tokenizer)
-    data["evaluation"] = build(cfg.validation_dataset, "validation_dataset", tokenizer)
+    data["training"] = build(cfg.dataset, "dataset", tokenizer, makes=PackedTextDataset)
+    data["evaluation"] = build(cfg.validation_dataset, "validation_dataset", tokenizer, makes=PackedTextDataset)
     longest = max(dataset.seq_len for dataset in data.values())
     if longest > max_seq_len:
         raise ConfigError(f"seq_len {longest} is longer than the teacher's longest position, {max_seq_len}")
-    assert_disjoint(data)
+    for role, shares in assert_disjoint(data).items():
+        data[role].sources["found_in"] = shares
     return data
 
 
@@ -126,6 +127,7 @@ def provenance(data: Mapping[str, PackedTextDataset]) -> dict[str, dict[str, Any
     """Where each part of the text came from, for the report."""
     return {
         role: {"source": d.sources.get("path"), "seq_len": d.seq_len, "padding_fraction": d.padding_fraction}
-        | {key: d.sources.get(key) for key in ("documents", "tokens", "sha256")}
+        | {key: d.sources.get(key) for key in ("documents", "tokens", "sha256", "found_in")}
+        | {key: d.sources[key] for key in ("parts",) if key in d.sources}
         for role, d in data.items()
     }

@@ -24,21 +24,24 @@ from torch.distributed.fsdp import (
 from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 
+from tcal_components.distributed.watch import barrier, patient_group
 from tcal_components.modules.gated_delta_net import DecayParameters
 from tcal_components.modules.hybrid_decoder import HybridDecoder
+from tcal_components.precision.dtypes import refuse_overflow
 
 _COMPILED_SHAPES = 64
 
-# The others wait in a collective while the first process alone reads, writes, exports and verifies. NCCL's default of 10
-# minutes would kill a healthy run of a large model on a slow disk. If a process dies, `torchrun` ends the others at once.
-_WAIT = datetime.timedelta(hours=4)
+# Of :class:`~tcal_components.distributed.watch.Watch` and, a little later, of every collective but the barriers.
+TIMEOUT = datetime.timedelta(minutes=10)
+_LATER = datetime.timedelta(seconds=30)
 
 
-def setup_process_group(device: torch.device | str) -> torch.device:
+def setup_process_group(device: torch.device | str, *, timeout: datetime.timedelta = TIMEOUT) -> torch.device:
     """Join the processes that ``tune run --nproc_per_node`` or ``torchrun`` started; a single process joins nothing.
 
     Args:
         device: "cuda" or "cpu"; with several processes each takes its own GPU.
+        timeout: of a collective; the processes wait for one another much longer at a barrier.
 
     Returns:
         This process's device, with an index on CUDA. Calling again changes nothing.
@@ -54,7 +57,9 @@ def setup_process_group(device: torch.device | str) -> torch.device:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         # gloo beside NCCL: checkpoints and CPU offload communicate tensors on the CPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_WAIT)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout + _LATER)
+        patient_group()  # made while no process waits for another
     return device
 
 
@@ -80,7 +85,12 @@ class ParallelContext:
 
     @classmethod
     def create(
-        cls, device: torch.device | str, *, dtype: torch.dtype = torch.float32, dp_replicate: int = 1
+        cls,
+        device: torch.device | str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        dp_replicate: int = 1,
+        timeout: datetime.timedelta = TIMEOUT,
     ) -> ParallelContext:
         """Set up the processes.
 
@@ -89,6 +99,7 @@ class ParallelContext:
             dtype: of the computation.
             dp_replicate: groups of processes that each hold a full, sharded copy (HSDP); one per host keeps weight traffic
                 inside hosts and costs memory.
+            timeout: of a collective.
 
         Returns:
             The context, the same in all processes but for rank and device.
@@ -96,7 +107,7 @@ class ParallelContext:
         Raises:
             ValueError: if ``dp_replicate`` does not divide the number of processes.
         """
-        device = setup_process_group(device)
+        device = setup_process_group(device, timeout=timeout)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if dp_replicate < 1 or world_size % dp_replicate:
             raise ValueError(f"dp_replicate is {dp_replicate}, expected a divisor of the {world_size} processes")
@@ -105,6 +116,9 @@ class ParallelContext:
         shape = (world_size,) if dp_replicate == 1 else (dp_replicate, world_size // dp_replicate)
         names = ("dp_shard",) if dp_replicate == 1 else ("dp_replicate", "dp_shard")
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        for group in mesh.get_all_groups():
+            # Groups of a part of the processes have torch's defaults. No public function changes that (2.13).
+            dist.distributed_c10d._set_pg_timeout(timeout + _LATER, group)
         return cls(
             device=device,
             dtype=dtype,
@@ -137,9 +151,9 @@ class ParallelContext:
         return tensor
 
     def barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait for all processes, for hours if one of them is at work."""
         if self.world_size > 1:
-            dist.barrier()
+            barrier()
 
 
 def to_storage_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -273,12 +287,17 @@ def load_full_state_dict(
 
     Raises:
         RuntimeError: for missing, unknown or misshapen weights.
+        ValueError: for a weight outside the range of the model's dtype.
     """
+    barrier()  # the first process has been reading the weights
     reshard(model)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         # Not assigned but copied into: assigning loses float8's wrapped weights and the parameters' requires_grad.
         materialize(model, ctx=ctx, cpu_offload=cpu_offload)
     full: dict[str, Any] = dict(state_dict) if ctx.is_first else {}
+    kept_as = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    for name, tensor in full.items():
+        refuse_overflow(tensor, kept_as.get(name, tensor.dtype), name)  # copying would make infinities
     if ctx.mesh is None:
         model.load_state_dict(full, strict=True)
         return

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tcal_components.evaluation.access import is_transformers, layers_of
-from tcal_components.models.spec import GatedDeltaNetSpec
 from tcal_components.modules.gated_delta_net import GatedDeltaNet
+from tcal_components.modules.spec import GatedDeltaNetSpec
 
 
 def attention_cache_bytes(*, context: int, batch_size: int, kv_heads: int, head_dim: int, itemsize: int) -> int:

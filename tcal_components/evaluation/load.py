@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +14,19 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tcal_components.checkpoint.hf_folder import load_teacher_state_dict
-from tcal_components.checkpoint.stock_model import usable_kernels
-from tcal_components.config import ConfigError
+from tcal_components.checkpoint.teacher import load_teacher_state_dict
+from tcal_components.config import ConfigError, Length, Settings, read_json_object
+from tcal_components.export.stock_model import usable_kernels
 from tcal_components.models import build_decoder, read_spec
-from tcal_components.models.spec import DecoderSpec
 from tcal_components.modules.gated_delta_net import DecayParameters
+from tcal_components.modules.spec import DecoderSpec
+from tcal_components.precision.dtypes import refuse_overflow
 
 _MIXER_KEY = "attn.g_proj.weight"  # only Gated DeltaNet layers have it
 
 
-@dataclass
-class ModelSource:
+@dataclass(frozen=True)
+class ModelSource(Settings):
     """Where a model comes from (an entry of the config keys ``teacher`` and ``students``); exactly one of three.
 
     Attributes:
@@ -42,7 +42,7 @@ class ModelSource:
     weights: str | None = None
     folder: str | None = None
     component: dict[str, Any] | None = None
-    max_seq_len: int | None = None
+    max_seq_len: Length | None = None
     trust_remote_code: bool = False
 
     def check(self, where: str) -> None:
@@ -82,12 +82,13 @@ def _brings_code(folder: Path, where: str) -> bool:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{where}.folder: {folder} is no model folder (no config.json)")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if "AutoModelForCausalLM" not in config.get("auto_map", {}):
+    config = read_json_object(path)
+    auto_map = config.get("auto_map")
+    if not isinstance(auto_map, Mapping) or "AutoModelForCausalLM" not in auto_map:
         return False
     from transformers import CONFIG_MAPPING
 
-    return config.get("model_type") not in CONFIG_MAPPING
+    return str(config.get("model_type")) not in CONFIG_MAPPING
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -101,7 +102,10 @@ def read_student_weights(path: str | Path) -> dict[str, Tensor]:
     """All tensors of a .safetensors file or of the files of a folder."""
     weights: dict[str, Tensor] = {}
     for file in _weight_files(Path(path)):
-        weights.update(load_file(file))
+        part = load_file(file)
+        if twice := weights.keys() & part.keys():
+            raise ValueError(f"student weights: {min(twice)} is in {file} and in another file of {path}")
+        weights.update(part)
     return weights
 
 
@@ -143,7 +147,7 @@ def load_model(source: ModelSource, *, device: torch.device, dtype: torch.dtype,
         nn.Module: A HybridDecoder, or a transformers model for ``folder``; in evaluation mode.
 
     Raises:
-        ValueError: If weights do not fit.
+        ValueError: If weights do not fit, or lie outside the range of ``dtype``.
     """
     if source.folder is not None:
         from transformers import AutoModelForCausalLM
@@ -160,7 +164,7 @@ def load_model(source: ModelSource, *, device: torch.device, dtype: torch.dtype,
     assert source.checkpoint_dir is not None
     spec = read_spec(source.checkpoint_dir)
     spec = spec.with_max_seq_len(source.max_seq_len or max(spec.max_seq_len, min_seq_len))
-    state = load_teacher_state_dict(source.checkpoint_dir)
+    state = load_teacher_state_dict(source.checkpoint_dir, dtype=dtype)
     if source.weights is None:
         model = build_decoder(spec)
         model.load_state_dict(state)
@@ -177,6 +181,8 @@ def load_model(source: ModelSource, *, device: torch.device, dtype: torch.dtype,
             f"student weights: {source.weights} does not fit the teacher {source.checkpoint_dir}: "
             f"{len(wrong)} missing or of another shape, {len(unknown)} unknown, first {(wrong + unknown)[0]}"
         )
+    for key, value in weights.items():
+        refuse_overflow(value, dtype, f"student weights: {key} of {source.weights}")
     model.load_state_dict(merged)
     return _finish(model, device, dtype)
 

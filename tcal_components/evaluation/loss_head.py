@@ -6,14 +6,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchtune.modules.loss import ForwardKLWithChunkedOutputLoss
 
-from tcal_components.distillation.linear_kl import LinearKL
+from tcal_components.config import Count, OneOf, Positive, Range, Settings
+from tcal_components.distill.loss import LinearKL
 
 GIB = 2**30
 KINDS = ("linear", "chunked_logits", "dense")
@@ -57,7 +58,7 @@ def _loss(kind: str) -> Callable[..., Tensor]:
 
 
 @dataclass(frozen=True)
-class LossHeadConfig:
+class LossHeadConfig(Settings):
     """Config section ``loss_head``.
 
     Args:
@@ -69,21 +70,12 @@ class LossHeadConfig:
         goal_gib: largest memory above weights of the linear one.
     """
 
-    tokens: int = 16384
-    vocab_size: int | None = None
-    embed_dim: int | None = None
-    repeats: int = 3
-    kinds: list[str] | tuple[str, ...] = KINDS
-    goal_gib: float = 2.5
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "repeats", "vocab_size", "embed_dim"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"loss_head.{name} is {value}, expected at least 1")
-        for kind in self.kinds:
-            if kind not in KINDS:
-                raise ValueError(f"unknown '{kind}' in loss_head.kinds; allowed: {', '.join(KINDS)}")
+    tokens: Annotated[int, Range(1, 2**22)] = 16384
+    vocab_size: Annotated[int, Range(1, 2**21)] | None = None
+    embed_dim: Count | None = None
+    repeats: Count = 3
+    kinds: tuple[Annotated[str, OneOf(KINDS)], ...] = KINDS
+    goal_gib: Positive = 2.5
 
 
 def measure_loss_head(

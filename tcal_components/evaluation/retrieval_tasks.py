@@ -196,8 +196,8 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _start(tokenizer: Tokenizer) -> list[int]:
-    bos = getattr(tokenizer, "bos_id", None)
-    return [bos] if bos is not None and bos != getattr(tokenizer, "eos_id", None) else []
+    begin, bos = getattr(tokenizer, "begin_ids", []), getattr(tokenizer, "bos_id", None)
+    return list(begin) or ([bos] if bos is not None and bos != getattr(tokenizer, "eos_id", None) else [])
 
 
 def _gap(task: str, distance: int, used: int) -> int:
@@ -210,27 +210,34 @@ def _number(rng: random.Random) -> str:
     return str(rng.randint(10000, 99999))
 
 
+def _stated(
+    rng: random.Random,
+    tokenizer: Tokenizer,
+    distance: int,
+    *,
+    task: str,
+    statements: list[tuple[str, str, str]],
+    question: str,
+) -> Example:
+    """Statements, each of a text, its value and an end, scattered in filler; ``question`` asks for the first one's value."""
+    (lead, value, end), *others = [tuple(_encode(tokenizer, part) for part in parts) for parts in statements]
+    asked = _encode(tokenizer, question)
+    whole = [[*begin, *number, *stop] for begin, number, stop in others]
+    # Half of the other statements stand before the one that is asked for, half after it.
+    before, after = whole[: len(whole) // 2], whole[len(whole) // 2 :]
+    gap = _gap(task, distance, len(value) + len(end) + sum(map(len, after)) + len(asked))
+    tokens = _start(tokenizer) + _scatter(rng, tokenizer, before, 48) + lead
+    stated_at = len(tokens)
+    tokens += value + end + _scatter(rng, tokenizer, after, gap) + asked + value
+    return Example(tokens, len(value), stated_at)
+
+
 def _needle(rng: random.Random, tokenizer: Tokenizer, distance: int, *, keys: int, task: str) -> Example:
     """``keys`` statements "the number of KEY is N"; one key is asked for."""
     names = rng.sample(_KEYS, keys)
-    values = [_encode(tokenizer, f" {_number(rng)}") for _ in names]
-    statements = [
-        (_encode(tokenizer, f"\nThe secret number of {name} is"), value, _encode(tokenizer, ".\n"))
-        for name, value in zip(names, values)
-    ]
-    question = _encode(
-        tokenizer,
-        f"\nQuestion: What is the secret number of {names[0]}?\nAnswer: The secret number of {names[0]} is",
-    )
-    lead, value, end = statements[0]
-    others = [[*begin, *number, *stop] for begin, number, stop in statements[1:]]
-    # Half of the other statements stand before the one that is asked for, half after it.
-    before, after = others[: len(others) // 2], others[len(others) // 2 :]
-    gap = _gap(task, distance, len(value) + len(end) + sum(map(len, after)) + len(question))
-    tokens = _start(tokenizer) + _scatter(rng, tokenizer, before, 48) + lead
-    stated_at = len(tokens)
-    tokens += value + end + _scatter(rng, tokenizer, after, gap) + question + value
-    return Example(tokens, len(value), stated_at)
+    statements = [(f"\nThe secret number of {name} is", f" {_number(rng)}", ".\n") for name in names]
+    question = f"\nQuestion: What is the secret number of {names[0]}?\nAnswer: The secret number of {names[0]} is"
+    return _stated(rng, tokenizer, distance, task=task, statements=statements, question=question)
 
 
 def _scatter(rng: random.Random, tokenizer: Tokenizer, pieces: list[list[int]], filler: int) -> list[int]:
@@ -253,12 +260,26 @@ def multikey_needle(rng: random.Random, tokenizer: Tokenizer, distance: int) -> 
     return _needle(rng, tokenizer, distance, keys=6, task="multikey_needle")
 
 
+def extraction(rng: random.Random, tokenizer: Tokenizer, distance: int) -> Example:
+    """Six records "key: value" in filler text, then four of them again, the value of the last left out.
+
+    The form in which FDA and SWDE ask (arXiv 2402.18668): the model's answer is what it writes after the key.
+    """
+    words, things = rng.sample(_KEYS, 6), rng.sample(_THINGS, 6)
+    names = [f"{word.capitalize()} {thing}" for word, thing in zip(words, things)]
+    statements = [(f"\n{name}:", f" {rng.choice(_KEYS)} {_number(rng)}", "\n") for name in names]
+    shown = "".join(name + value for name, value, _ in (statements[1], statements[-1], statements[2]))
+    question = f"\n\nSome of the records again:{shown}{statements[0][0]}"
+    return _stated(rng, tokenizer, distance, task="extraction", statements=statements, question=question)
+
+
 _STRING, _CUE = 16, 8
 
 
 def string_pool(tokenizer: Tokenizer) -> list[int]:
     """Tokens of which random strings are made: every id but those that the tokenizer names as special."""
-    special = {getattr(tokenizer, name, None) for name in ("bos_id", "eos_id", "pad_id")}
+    pad = "fill_id" if hasattr(tokenizer, "fill_id") else "pad_id"
+    special = {getattr(tokenizer, name, None) for name in ("bos_id", "eos_id", pad)}
     special |= set(getattr(tokenizer, "special_ids", ()))
     return [index for index in range(tokenizer.vocab_size) if index not in special]
 
@@ -302,6 +323,7 @@ TASKS: dict[str, Callable[[random.Random, Tokenizer, int], Example]] = {
     "multikey_needle": multikey_needle,
     "copy": copy,
     "variable_tracking": variable_tracking,
+    "extraction": extraction,
 }
 
 

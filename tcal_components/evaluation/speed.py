@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torchtune import utils
 from tqdm import tqdm
 
-from tcal_components.checkpoint.stock_model import cache_of
 from tcal_components.evaluation.access import device_of, evaluating, final_hidden, head_of, is_transformers, layers_of
 from tcal_components.evaluation.cache_size import measured_cache_bytes, theoretical_cache_bytes
+from tcal_components.export.stock_model import cache_of
 
 log = utils.get_logger("INFO")
 

@@ -39,7 +39,7 @@ from tcal_components.models.qwen3 import (
     qwen3_14b_hybrid,
     qwen3_decoder,
 )
-from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
+from tcal_components.modules.spec import DecoderSpec, GatedDeltaNetSpec
 
 __all__ = [
     "DecoderSpec",

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from torch import nn
 from torchtune.modules import FeedForward, TiedLinear, TransformerSelfAttentionLayer
 
-from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec, check_retained_layers
 from tcal_components.modules.attention import GroupedQueryAttention
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.modules.rms_norm import RMSNorm
 from tcal_components.modules.rope import HalfRotationRoPE
+from tcal_components.modules.spec import DecoderSpec, GatedDeltaNetSpec, check_retained_layers
 
 GdnConfig = GatedDeltaNetSpec | Mapping[str, Any] | None
 

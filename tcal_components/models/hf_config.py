@@ -2,18 +2,61 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tcal_components.models.spec import ROPE_SCALING_KEYS, DecoderSpec
+from tcal_components.config import Settings, keys_of, read_json_object, section
+from tcal_components.config.schema import fit, shown
+from tcal_components.modules.spec import (
+    ROPE_SCALING_KEYS,
+    DecoderSpec,
+    Epsilon,
+    HeadDim,
+    Heads,
+    Layers,
+    Positions,
+    RopeBase,
+    RopeNumber,
+    Vocabulary,
+    Width,
+)
 
 FAMILY_OF_MODEL_TYPE = {"llama": "llama3_2", "qwen2": "qwen2_5", "qwen3": "qwen3"}
-# What transformers assumes when the file does not say.
-_DEFAULT_ROPE_BASE = 10_000.0
-_DEFAULT_NORM_EPS = 1e-6
 _DEFAULT_QWEN3_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class HFConfig(Settings):
+    """The keys of config.json that are read; what the file leaves out or has as null is what transformers assumes."""
+
+    model_type: str = ""
+    vocab_size: Vocabulary = field(kw_only=True)
+    num_hidden_layers: Layers = field(kw_only=True)
+    num_attention_heads: Heads = field(kw_only=True)
+    num_key_value_heads: Heads | None = None
+    hidden_size: Width = field(kw_only=True)
+    intermediate_size: Width = field(kw_only=True)
+    head_dim: HeadDim | None = None
+    max_position_embeddings: Positions = field(kw_only=True)
+    rms_norm_eps: Epsilon = 1e-6
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    quantization_config: Any = None
+    num_experts: int = 0
+    num_local_experts: int = 0
+    n_routed_experts: int = 0
+    layer_types: list[str] | None = None
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
+    max_window_layers: int = 0
+    rope_theta: RopeBase | None = None
+    partial_rotary_factor: float = 1.0
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
 
 
 def read_config(checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -32,16 +75,9 @@ def read_config(checkpoint_dir: str | Path) -> dict[str, Any]:
     folder = Path(checkpoint_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"checkpoint_dir {folder} does not exist or is not a folder")
-    path = folder / "config.json"
-    if not path.is_file():
+    if not (folder / "config.json").exists():
         raise FileNotFoundError(f"checkpoint_dir {folder} has no config.json; a Hugging Face model folder is needed")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}; a JSON object is needed")
-    return config
+    return read_json_object(folder / "config.json")
 
 
 def read_spec(checkpoint_dir: str | Path) -> DecoderSpec:
@@ -73,115 +109,99 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> DecoderSpec:
     Raises:
         ValueError: For another family or a variant that is not supported, in one line.
     """
-    family = _family(config, source)
-    _refuse_variants(config, source)
-    num_layers = _integer(config, "num_hidden_layers", source)
-    _refuse_sliding_window(config, num_layers, source)
-    num_heads = _integer(config, "num_attention_heads", source)
-    embed_dim = _integer(config, "hidden_size", source)
-    rope_base, rope_scaling = _rope(config, source)
-    default_head_dim = _DEFAULT_QWEN3_HEAD_DIM if family == "qwen3" else embed_dim // num_heads
     try:
-        return DecoderSpec(
-            family=family,
-            vocab_size=_integer(config, "vocab_size", source),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=_integer(config, "num_key_value_heads", source, default=num_heads),
-            embed_dim=embed_dim,
-            intermediate_dim=_integer(config, "intermediate_size", source),
-            head_dim=_integer(config, "head_dim", source, default=default_head_dim),
-            max_seq_len=_integer(config, "max_position_embeddings", source),
-            norm_eps=_number(config, "rms_norm_eps", source, default=_DEFAULT_NORM_EPS),
-            rope_base=rope_base,
-            rope_scaling=rope_scaling,
-            qkv_bias=family == "qwen2_5",
-            qk_norm=family == "qwen3",
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        )
+        family = _family(config.get("model_type"))
+        known = {key: config[key] for key in keys_of(HFConfig) if config.get(key) is not None}
+        return _spec(family, section(HFConfig, known, ""))
     except ValueError as error:
-        raise ValueError(str(error) if source in str(error) else f"{source}: {error}") from None
+        raise ValueError(f"{source}: {error}") from error
 
 
-def _family(config: Mapping[str, Any], source: str) -> str:
-    model_type = config.get("model_type")
-    experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
-    if "moe" in str(model_type).lower() or experts:
-        raise ValueError(f"{source}: model_type {model_type!r} is a mixture of experts, which is not supported")
-    if model_type not in FAMILY_OF_MODEL_TYPE:
+def _spec(family: str, config: HFConfig) -> DecoderSpec:
+    _refuse_variants(config)
+    _refuse_sliding_window(config)
+    rope_base, rope_scaling = _rope(config)
+    default_head_dim = (
+        _DEFAULT_QWEN3_HEAD_DIM if family == "qwen3" else config.hidden_size // config.num_attention_heads
+    )
+    return DecoderSpec(
+        family=family,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        embed_dim=config.hidden_size,
+        intermediate_dim=config.intermediate_size,
+        head_dim=config.head_dim or default_head_dim,
+        max_seq_len=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        rope_base=rope_base,
+        rope_scaling=rope_scaling,
+        qkv_bias=family == "qwen2_5",
+        qk_norm=family == "qwen3",
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+
+
+def _family(model_type: Any) -> str:
+    if "moe" in str(model_type).lower():
+        raise ValueError(f"model_type {shown(model_type)} is a mixture of experts, which is not supported")
+    if not isinstance(model_type, str) or model_type not in FAMILY_OF_MODEL_TYPE:
         raise ValueError(
-            f"{source}: model_type is {model_type!r}; supported teachers are llama (Llama-3.2, SmolLM2), "
-            "qwen2 (Qwen2.5) and qwen3"
+            f"model_type is {shown(model_type)}; supported teachers are llama (Llama-3.2, SmolLM2), qwen2 (Qwen2.5) "
+            "and qwen3"
         )
     return FAMILY_OF_MODEL_TYPE[model_type]
 
 
-def _refuse_variants(config: Mapping[str, Any], source: str) -> None:
-    if config.get("quantization_config"):
-        quantization = config["quantization_config"]
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+def _refuse_variants(config: HFConfig) -> None:
+    if config.num_experts or config.num_local_experts or config.n_routed_experts:
+        raise ValueError(f"the {config.model_type} model is a mixture of experts, which is not supported")
+    if config.quantization_config:
+        quantization = config.quantization_config
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ValueError(
-            f"{source}: the checkpoint is quantised (quantization_config, method {method}); "
+            f"the checkpoint is quantised (quantization_config, method {str(method)[:100]}); "
             "weights in bfloat16, float16 or float32 are needed"
         )
     for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
-            raise ValueError(f"{source}: {key} is true, which is not supported for model_type {config['model_type']!r}")
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"{source}: hidden_act is {activation!r}; only 'silu' is supported")
+        if getattr(config, key):
+            raise ValueError(f"{key} is true, which is not supported for model_type {config.model_type!r}")
+    if config.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"hidden_act is {shown(config.hidden_act)}; only 'silu' is supported")
 
 
-def _refuse_sliding_window(config: Mapping[str, Any], num_layers: int, source: str) -> None:
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+def _refuse_sliding_window(config: HFConfig) -> None:
+    if config.layer_types is not None:
+        other = sorted(set(config.layer_types) - {"full_attention"})
         if other:
-            raise ValueError(f"{source}: layer_types contains {other[0]!r}; only 'full_attention' is supported")
+            raise ValueError(f"layer_types contains {shown(other[0])}; only 'full_attention' is supported")
         return
     # Qwen configs name a window that `use_sliding_window: false` leaves unused; it applies from max_window_layers on.
-    in_use = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
-    if in_use and config.get("max_window_layers", 0) < num_layers:
+    in_use = config.use_sliding_window and config.sliding_window is not None
+    if in_use and config.max_window_layers < config.num_hidden_layers:
         raise ValueError(
-            f"{source}: sliding-window attention is in use (sliding_window {config['sliding_window']}), "
-            "which is not supported"
+            f"sliding-window attention is in use (sliding_window {config.sliding_window}), which is not supported"
         )
 
 
-def _rope(config: Mapping[str, Any], source: str) -> tuple[float, dict[str, float] | None]:
+def _rope(config: HFConfig) -> tuple[float, dict[str, float] | None]:
     """Reads base and scaling from ``rope_parameters`` (transformers 5) or ``rope_theta``/``rope_scaling`` (4)."""
     # In this order: where a file has both, transformers 5 lets the older key win.
-    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise ValueError(f"{source}: rope parameters are {parameters!r}; a mapping is needed")
+    parameters = config.rope_scaling or config.rope_parameters
     if "full_attention" in parameters:
-        parameters = parameters["full_attention"]
+        parameters = fit(parameters["full_attention"], dict[str, Any], "rope_parameters.full_attention")
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type not in ("default", "llama3"):
-        raise ValueError(f"{source}: rope_type is {rope_type!r}; supported: 'default' and 'llama3'")
-    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial is not None and partial != 1.0:
-        raise ValueError(f"{source}: partial_rotary_factor is {partial}; only 1.0 is supported")
-    base = float(_number({**config, **parameters}, "rope_theta", source, default=_DEFAULT_ROPE_BASE))
+        raise ValueError(f"rope_type is {shown(rope_type)}; supported: 'default' and 'llama3'")
+    partial = parameters.get("partial_rotary_factor", config.partial_rotary_factor)
+    if partial not in (None, 1.0):
+        raise ValueError(f"partial_rotary_factor is {shown(partial)}; only 1.0 is supported")
+    theta = parameters.get("rope_theta")
+    base = float(fit(theta, RopeBase, "rope_theta")) if theta is not None else config.rope_theta or 10_000.0
     if rope_type == "default":
         return base, None
     missing = [key for key in ROPE_SCALING_KEYS if parameters.get(key) is None]
     if missing:
-        raise ValueError(f"{source}: rope_type 'llama3' lacks {missing[0]}")
-    return base, {key: _number(parameters, key, source) for key in ROPE_SCALING_KEYS}
-
-
-def _integer(config: Mapping[str, Any], key: str, source: str, *, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{source}: {key} is {value!r}; a positive integer is needed")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, source: str, *, default: float | None = None) -> float:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise ValueError(f"{source}: {key} is {value!r}; a positive number is needed")
-    return value
+        raise ValueError(f"rope_type 'llama3' lacks {missing[0]}")
+    return base, {key: fit(parameters[key], RopeNumber, key) for key in ROPE_SCALING_KEYS}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tcal_components.models._decoder import GdnConfig
-from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec, check_retained_layers
+from tcal_components.modules.spec import DecoderSpec, GatedDeltaNetSpec, check_retained_layers
 
 GIB = 2**30
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tcal_components.models._decoder import GdnConfig, build_decoder, model_builders
-from tcal_components.models.spec import DecoderSpec
 from tcal_components.modules.hybrid_decoder import HybridDecoder
+from tcal_components.modules.spec import DecoderSpec
 
 
 def qwen2_5_spec(

@@ -128,8 +128,9 @@ class GroupedQueryAttention(MultiHeadAttention):
         Args:
             x: Queries' input [B, T, E].
             y: Keys' and values' input [B, S, E]; for self-attention the same as ``x``. None reads the cache only.
-            mask: Boolean [B, T, S] (True means may attend) or a BlockMask; None means causal. With a cache, its first S
-                places are read; a mask that is one value expanded over S (stride 0) masks none of them.
+            mask: Boolean [B, T, S] (True means may attend) or a BlockMask; None means causal, with a cache from its first
+                place (a prompt). With a cache, its first S places are read; a mask that is one value expanded over S
+                (stride 0) masks none of them.
             input_pos: Positions [B, T] or [T]; None means 0 to T - 1.
 
         Returns:
@@ -156,13 +157,18 @@ class GroupedQueryAttention(MultiHeadAttention):
             # Decoding reads the cache in every step: repeating its heads would multiply that. With a mask, PyTorch's
             # CUDA kernels do repeat them (and widen bf16); without one they do not.
             places = mask.shape[-1]
+            masked = mask.stride(-1) != 0
+            # At one token, the query heads of a key/value head can stand as queries of it: nothing is repeated then.
+            folded = masked and length == 1
             context = nn.functional.scaled_dot_product_attention(
-                q,
+                q.reshape(batch, -1, repeats, self.head_dim) if folded else q,
                 k[:, :, :places],
                 v[:, :, :places],
-                attn_mask=None if mask.stride(-1) == 0 else mask[:, None, :, :],
-                enable_gqa=repeats > 1,
+                attn_mask=mask[:, None, :, :] if masked else None,
+                enable_gqa=repeats > 1 and not folded,
             )
+            if folded:
+                return self.output_proj(context.reshape(batch, 1, -1))
             return self.output_proj(context.transpose(1, 2).reshape(batch, length, -1))
         if repeats > 1:
             # Whole heads: query heads 0 .. repeats - 1 read key/value head 0, and so on.
@@ -175,7 +181,7 @@ class GroupedQueryAttention(MultiHeadAttention):
             mask=mask,
             dropout_p=self.attn_dropout if self.training else 0.0,
             # A cache that exists but is disabled leaves the forward causal (torchtune 0.6.1 drops causality there).
-            is_causal=mask is None and cache is None and self.is_causal,
+            is_causal=mask is None and self.is_causal,
         )
         return self.output_proj(context.transpose(1, 2).reshape(batch, length, -1))
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
 from tcal_components.modules.gated_delta_net import GatedDeltaNet
+from tcal_components.modules.spec import DecoderSpec, GatedDeltaNetSpec
 
 
 def build_mixers(

@@ -10,7 +10,7 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 from torchtune.modules.attention_utils import _MaskType
 
 if TYPE_CHECKING:
-    from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
+    from tcal_components.modules.spec import DecoderSpec, GatedDeltaNetSpec
 
 
 class HybridDecoder(TransformerDecoder):
@@ -71,8 +71,9 @@ class HybridDecoder(TransformerDecoder):
             encoder_max_seq_len: Not used by a decoder.
             decoder_max_seq_len: Longest prompt plus answer. Default: ``spec.max_seq_len``.
         """
-        # torchtune allocates on the default device and leaves it to the caller to make that the model's.
-        with self.tok_embeddings.weight.device:
+        # torchtune allocates on the default device and leaves it to the caller to make that the model's. Not the device of
+        # the embedding: FSDP2 may keep that in host memory while the root, with the norm, is gathered.
+        with next(self.norm.parameters()).device:
             super().setup_caches(
                 batch_size,
                 dtype,

@@ -2,7 +2,7 @@
 
 torchtune 0.6.1 has a closed list of recipes, and its own top-level package ``recipes`` raises on import, so a recipe that
 lies in a folder of that name can never be started by ``tune run`` with one process. A ``.pth`` file of the wheel calls
-:func:`install` at interpreter start; it registers a finder that waits for two of torchtune's modules, and for torch where
+:func:`install` at interpreter start; it registers a finder that waits for three of torchtune's modules, and for torch where
 one of the project's recipes is run, and does nothing else. This module is loaded by every interpreter of the environment:
 standard library only, and quick.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,8 +84,27 @@ def accept_names(validate: ModuleType) -> None:
     validate.Validate._validate_cmd = _validate_cmd
 
 
+def accept_lm_eval(run: ModuleType) -> None:
+    """Let ``tune run eleuther_eval`` start with lm-eval 0.4.13, which 0.6.1 takes for older than 0.4.5: it compares text.
+
+    Args:
+        run: the freshly imported module ``torchtune._cli.run``; the recipe asks ``importlib.metadata`` in its process.
+    """
+    from importlib import metadata
+
+    original = metadata.version
+
+    class Version(str):
+        def __lt__(self, other: str) -> bool:
+            mine, theirs = ([int(part) for part in re.findall(r"\d+", text)] for text in (self, other))
+            return mine < theirs
+
+    metadata.version = lambda name: Version(original(name)) if name == "lm-eval" else original(name)  # type: ignore[assignment]
+
+
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "torchtune._recipe_registry": register,
+    "torchtune._cli.run": accept_lm_eval,
     "torchtune._cli.validate": accept_names,
 }
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tcal_components.checkpoint.artifacts import replacing
 from tcal_components.reporting._format import short_number
 
 DARK, MID, LIGHT, TEACHER = "#12355b", "#e07b00", "#8cc4e8", "#000000"
@@ -53,7 +54,8 @@ def figure(columns: int, *, width: float = 5.4, height: float = 4.0, path: Path)
         fig = Figure(figsize=(width * columns, height), dpi=_DPI)
         FigureCanvasAgg(fig)
         yield fig, list(fig.subplots(1, columns, squeeze=False)[0])
-        fig.savefig(path)
+        with replacing(path) as temporary:
+            fig.savefig(temporary, format=Path(path).suffix[1:])
 
 
 def layer_ticks(axis: Any, layers: Sequence[int]) -> None:

@@ -126,7 +126,7 @@ def _states(axis: Any, points: Sequence[tuple[str, float, float]]) -> None:
 
 
 def plot_comparison(comparison: Mapping[str, Any], path: Path) -> bool:
-    """Perplexity by stage; where runs were distilled, against all tokens spent; where states differ, error against state.
+    """Perplexity by stage; where runs were distilled, against the tokens spent; where states differ, error against state.
 
     Args:
         comparison: what :func:`tcal_components.reporting.compare.compare` returned.

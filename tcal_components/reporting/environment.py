@@ -6,7 +6,9 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from importlib import metadata
+from typing import Any
 
 import torch
 
@@ -48,17 +50,22 @@ def device_description(device: torch.device | str) -> str:
 
 
 class StageClock:
-    """Time, tokens and peak memory of one stage; yielded by :meth:`Report.stage`.
+    """Time, tokens, peak memory and numbers of one stage; yielded by :meth:`Report.stage`.
 
     Args:
         device: The device whose memory counts; on CPU it is the process's resident memory.
         earlier_seconds: Time spent before an interruption.
+        earlier_peak_gib: Peak memory before it.
+
+    Attributes:
+        numbers: What the stage has recorded for the report.
     """
 
-    def __init__(self, *, device: torch.device, earlier_seconds: float = 0.0) -> None:
+    def __init__(self, *, device: torch.device, earlier_seconds: float = 0.0, earlier_peak_gib: float = 0.0) -> None:
         self.device = device
         self.tokens = 0
-        self._earlier_seconds = earlier_seconds
+        self.numbers: dict[str, Any] = {}
+        self._earlier_seconds, self._earlier_peak = earlier_seconds, earlier_peak_gib
         self._start = time.perf_counter()
         self._stopped: float | None = None
         if device.type == "cuda":
@@ -69,6 +76,12 @@ class StageClock:
     def add_tokens(self, tokens: int) -> None:
         """Counts tokens (over all processes) for the rate."""
         self.tokens += int(tokens)
+
+    def record(self, values: Mapping[str, Any]) -> None:
+        """Keeps sections of the report that are the stage's; those of the same name are merged one level deep."""
+        for section, value in values.items():
+            known = self.numbers.get(section)
+            self.numbers[section] = {**known, **value} if isinstance(known, dict) else value
 
     def stop(self) -> None:
         """What follows in the stage is not its work, such as the evaluation of what it made."""
@@ -86,9 +99,8 @@ class StageClock:
     @property
     def peak_memory_gib(self) -> float:
         """Peak since the stage began: allocated GPU memory, or resident memory of this process."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / GIB
-        return _peak_rss_bytes() / GIB
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _peak_rss_bytes()
+        return max(peak / GIB, self._earlier_peak)
 
 
 def _reset_peak_rss() -> None:

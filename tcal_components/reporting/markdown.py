@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tcal_components.checkpoint.artifacts import replacing
 from tcal_components.reporting._format import short_number, short_tokens, table
 from tcal_components.reporting.evaluation_markdown import evaluation_sections
+from tcal_components.reporting.generation_markdown import generation_sections
 
 _STAGE_ROWS = (
     ("naive", "naive copy, library defaults"),
@@ -151,6 +152,7 @@ def render_markdown(report: Mapping[str, Any], *, plots: Sequence[tuple[str, str
     sections = [
         ("Perplexity (held-out text)", perplexity_table(report) if staged else ""),
         *evaluation_sections(report.get("evaluation") or {}),
+        *generation_sections(report),
         ("Models", _models(report)),
         ("Stages", _stages(report)),
         ("Export", _export(report)),
@@ -167,9 +169,6 @@ def render_markdown(report: Mapping[str, Any], *, plots: Sequence[tuple[str, str
 
 def write_markdown(report: Mapping[str, Any], path: str | Path, *, plots: Sequence[tuple[str, str]] = ()) -> Path:
     """Writes :func:`render_markdown` to ``path``, whole or not at all; returns the path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(render_markdown(report, plots=plots), encoding="utf-8")
-    os.replace(temporary, path)
-    return path
+    with replacing(path) as temporary:
+        temporary.write_text(render_markdown(report, plots=plots), encoding="utf-8")
+    return Path(path)

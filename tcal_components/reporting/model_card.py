@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tcal_components.checkpoint.artifacts import replacing
 from tcal_components.reporting._format import table
 from tcal_components.reporting.markdown import perplexity_table
 
@@ -159,7 +159,6 @@ def write_model_card(report: Mapping[str, Any], folder: str | Path, **options: A
     folder = Path(folder)
     options.setdefault("name", folder.resolve().name)
     path = folder / "README.md"
-    temporary = folder / f".README.md.{os.getpid()}.tmp"
-    temporary.write_text(render_model_card(report, **options), encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text(render_model_card(report, **options), encoding="utf-8")
     return path

@@ -151,7 +151,7 @@ _MARKED_POINTS = 24
 
 
 def plot_recovery(report: Mapping[str, Any], path: Path) -> bool:
-    """Perplexity against all tokens spent; ``recovery_curve`` holds rows, or one list of rows a name.
+    """Perplexity against the tokens spent; ``recovery_curve`` holds rows, or one list of rows a name.
 
     Drawn as what is missing to the teacher, in per cent, where every point misses something: near the teacher, where the
     curves are to be told apart, perplexity itself shows nothing.
@@ -219,7 +219,7 @@ def plot_resources(report: Mapping[str, Any], path: Path) -> bool:
 
 PLOTS: tuple[tuple[str, str, Callable[[Mapping[str, Any], Path], bool]], ...] = (
     ("report.png", "Alignment error by layer and perplexity by stage", plot_report),
-    ("recovery.png", "Perplexity against all tokens spent", plot_recovery),
+    ("recovery.png", "Perplexity against the tokens spent", plot_recovery),
     ("half_life.png", "Half-life by layer and head", plot_half_life),
     ("gates.png", "Gate openness by layer and head", plot_gates),
     ("resources.png", "Time and memory by stage", plot_resources),

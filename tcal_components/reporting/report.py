@@ -1,44 +1,33 @@
 """``report.json``: one machine-readable record of a run, valid on disk after every stage.
 
-The keys of schema 1 are all present from the first write, with ``null`` where a stage has not run. Sections beside the
+A stage's own numbers lie in its ``result.json``, written once, when everything else of the stage is on disk. ``report.json`` is
+put together from these, so a kill between two writes costs no number. The keys of schema 1 are all present from the first write, with ``null`` where a stage has not run. Sections beside the
 schema (``data``, ``half_life``, ``alignment_curve``, ...) may be added; readers ignore those they do not know.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
+from tcal_components.checkpoint.artifacts import replacing, result_path, writing
+from tcal_components.config import read_json_object
 from tcal_components.reporting.environment import StageClock, device_description, package_versions
 from tcal_components.reporting.markdown import write_markdown
 from tcal_components.reporting.plots import write_plots
 
 SCHEMA = 1
 STAGES = ("measure", "initialize", "align", "distill", "export")
-
-# What each stage owns, as paths into the report: cleared when the stage starts afresh, so no number outlives its cause.
-_OWNED_BY_STAGE: dict[str, tuple[tuple[str, ...], ...]] = {
-    "measure": (("tokens", "calibration"),),
-    "initialize": (
-        ("perplexity", "naive"),
-        ("perplexity", "analytic"),
-        ("initialization",),
-        ("half_life",),
-        ("gates",),
-    ),
-    "align": (("perplexity", "aligned"), ("alignment_error",), ("tokens", "alignment"), ("alignment_curve",)),
-    "distill": (("perplexity", "distilled"), ("tokens", "distillation"), ("recovery_curve",)),
-    "export": (("export",),),
-}
+_TABLES = ("seconds", "peak_memory_gib", "tokens_per_second")  # by stage
 
 
 def sanitize(value: Any) -> Any:
@@ -64,18 +53,9 @@ def sanitize(value: Any) -> Any:
 
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
     """Writes JSON so that a kill at any moment leaves either the old file or the new one, never a part."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     text = json.dumps(sanitize(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def load_report(path: str | Path) -> dict[str, Any]:
@@ -88,11 +68,8 @@ def load_report(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"report: no file {path}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"report: {path} is not JSON ({error})") from error
-    schema = data.get("schema") if isinstance(data, dict) else None
+    data = read_json_object(path)
+    schema = data.get("schema")
     if schema != SCHEMA:
         raise ValueError(f"report: {path} has schema {schema!r}, this version reads schema {SCHEMA}")
     return data
@@ -140,13 +117,17 @@ class Report:
         device: Where the run computes.
         world_size: Number of processes.
         rank: This process's rank.
-        resume: Keep what an existing report says about stages that have run. ``False`` starts an empty report.
+        results: Of the stages that need not run again, see :func:`~tcal_components.checkpoint.artifacts.load_result`.
+        resume: Keep the seconds that an earlier run spent in stages that it did not finish.
+
+    Attributes:
+        data: What ``report.json`` holds.
 
     Example:
         >>> report = Report("out", "taylor_calibrate_kd", cfg, device="cuda")
-        >>> with report.stage("align") as clock:
-        ...     clock.add_tokens(4096)
-        >>> report.update({"perplexity": {"aligned": 17.4}})
+        >>> with report.stage("align", made_of="fingerprint") as stage:
+        ...     stage.add_tokens(4096)
+        ...     stage.record({"perplexity": {"aligned": 17.4}})
     """
 
     def __init__(
@@ -158,100 +139,132 @@ class Report:
         device: torch.device | str = "cpu",
         world_size: int = 1,
         rank: int = 0,
+        results: Mapping[str, dict[str, Any]] | None = None,
         resume: bool = False,
     ) -> None:
         self.output_dir = Path(output_dir)
         self.path = self.output_dir / "report.json"
         self.device = torch.device(device)
         self.rank = rank
-        self.data = empty_report()
+        self.results = dict(results or {})
         self._clocks: dict[str, StageClock] = {}
+        self._parts = {name: copy.deepcopy(result["report"]) for name, result in self.results.items()}
         if resume and self.path.is_file():
-            _merge(self.data, load_report(self.path))
-        self.data.update(
-            recipe=recipe,
-            config_sha256=config_sha256(config),
-            versions=package_versions(),
-            device=device_description(self.device),
-            world_size=world_size,
-        )
+            earlier = load_report(self.path)
+            for name, state in earlier["stages"].items():
+                if state != "finished" and name not in self._parts:
+                    spent = {table: {name: earlier[table].get(name)} for table in _TABLES}
+                    self._parts[name] = {"stages": {name: state}, **spent}
+        self._common: dict[str, Any] = {
+            "recipe": recipe,
+            "config_sha256": config_sha256(config),
+            "versions": package_versions(),
+            "device": device_description(self.device),
+            "world_size": world_size,
+        }
+        self.data: dict[str, Any] = {}
         self.save()
 
     def __getitem__(self, key: str) -> Any:
         return self.data[key]
 
-    def update(self, values: Mapping[str, Any], *, save: bool = True) -> None:
-        """Merges nested values into the report: ``update({"perplexity": {"aligned": 17.4}})`` leaves its siblings."""
-        _merge(self.data, sanitize(values))
-        if save:
-            self.save()
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Merges nested values of no stage into the report: ``update({"teacher": {"perplexity": 17.4}})`` leaves siblings."""
+        _merge(self._common, sanitize(values))
+        self.save()
 
     def replace(self, section: str, value: Any) -> None:
-        """Sets a whole top-level section, dropping what was there."""
-        self.data[section] = sanitize(value)
+        """Sets a whole top-level section of no stage, dropping what was there."""
+        self._common[section] = sanitize(value)
         self.save()
 
     def finished(self, stage: str) -> bool:
         """Whether the report says that ``stage`` has run to its end."""
         return self.data["stages"].get(stage) == "finished"
 
-    def forget(self, stage: str) -> None:
-        """Clears the numbers of ``stage`` and of those after it, which came of its output."""
-        for name in STAGES[STAGES.index(stage) :] if stage in STAGES else (stage,):
-            for table in ("seconds", "peak_memory_gib", "tokens_per_second"):
-                self.data[table][name] = None
-            self.data["stages"].pop(name, None)
-            for owner in _OWNED_BY_STAGE.get(name, ()):
-                if len(owner) == 2:
-                    self.data[owner[0]][owner[1]] = None
-                elif owner[0] in (empty := empty_report()):
-                    self.data[owner[0]] = empty[owner[0]]
-                else:
-                    self.data.pop(owner[0], None)
+    def amend(self, stage: str, values: Mapping[str, Any], *, text: str) -> None:
+        """Changes numbers of a finished stage, in its result too.
+
+        Args:
+            stage: Its name.
+            values: Merged into its part of the report.
+            text: Fingerprint of the evaluation text that they are of.
+        """
+        _merge(self._parts[stage], sanitize(values))
+        self._write_result(stage, made_of=self.results[stage]["made_of"], text=text)
+        self.save()
 
     @contextmanager
-    def stage(self, name: str, *, resumed: bool = False) -> Iterator[StageClock]:
-        """Times a stage: seconds, peak memory, tokens per second (of the tokens given to the clock).
+    def stage(
+        self, name: str, *, made_of: str | None = None, text: str | None = None, resumed: bool = False
+    ) -> Iterator[StageClock]:
+        """Times a stage, and keeps the numbers that it records: in ``result.json`` once it has ended well.
 
-        The report is written when the stage begins and when it ends, also when it ends with an error.
+        What the stage makes has to be on disk before its end. The report is written when the stage begins and when it ends,
+        also when it ends with an error. Numbers of this stage and of later ones, which came of its output, go first.
 
         Args:
             name: The stage, normally one of ``STAGES``.
-            resumed: The stage continues a broken run: seconds of before are added to, numbers are kept. Otherwise the
-                numbers of this stage and of later ones are cleared first.
+            made_of: Fingerprint of what its output is made from; None writes no result.
+            text: Fingerprint of the evaluation text.
+            resumed: The stage continues a broken run, whose seconds count.
+
+        Yields:
+            StageClock: Seconds, peak memory, tokens per second (of the tokens given to it), and its numbers.
         """
-        if not resumed:
-            self.forget(name)
-        clock = StageClock(device=self.device, earlier_seconds=self.data["seconds"].get(name) or 0.0)
+        before = self._parts.get(name, {}) if resumed else {}
+        for later in STAGES[STAGES.index(name) :] if name in STAGES else (name,):
+            self._parts.pop(later, None)
+            self.results.pop(later, None)
+            if self.rank == 0:
+                with writing(result_path(self.output_dir, later)):
+                    result_path(self.output_dir, later).unlink(missing_ok=True)
+        clock = StageClock(
+            device=self.device,
+            earlier_seconds=before.get("seconds", {}).get(name) or 0.0,
+            earlier_peak_gib=before.get("peak_memory_gib", {}).get(name) or 0.0,
+        )
         self._clocks[name] = clock
-        self.data["stages"][name] = "running"
+        self._parts[name] = {"stages": {name: "running"}}
         self.save()
         try:
             yield clock
         except BaseException as error:
-            self._record(name, clock)
             asked = isinstance(error, (KeyboardInterrupt, SystemExit))
-            self.data["stages"][name] = "interrupted" if asked else "failed"
+            self._end(name, "interrupted" if asked else "failed")
+            with suppress(OSError):  # the error itself says more, such as which file the full disk did not take
+                self.save()
             raise
-        else:
-            self._record(name, clock)
-            self.data["stages"][name] = "finished"
-        finally:
-            del self._clocks[name]
-            self.save()
+        self._end(name, "finished")
+        if made_of is not None:
+            self._write_result(name, made_of=made_of, text=text)
+        self.save()
 
-    def _record(self, name: str, clock: StageClock) -> None:
+    def _end(self, name: str, state: str) -> None:
+        self._parts[name] = {**self._measured(name), "stages": {name: state}}
+        if state == "finished":
+            _merge(self._parts[name], sanitize(self._clocks[name].numbers))
+        del self._clocks[name]
+
+    def _measured(self, name: str) -> dict[str, Any]:
+        clock = self._clocks[name]
         seconds = clock.seconds
-        self.data["seconds"][name] = round(seconds, 3)
-        before = self.data["peak_memory_gib"].get(name) or 0.0  # of the part before an interruption
-        self.data["peak_memory_gib"][name] = round(max(before, clock.peak_memory_gib), 4)
-        if clock.tokens and seconds > 0:
-            self.data["tokens_per_second"][name] = round(clock.tokens / seconds, 2)
+        speed = round(clock.tokens / seconds, 2) if clock.tokens and seconds > 0 else None
+        values = (round(seconds, 3), round(clock.peak_memory_gib, 4), speed)
+        return {table: {name: value} for table, value in zip(_TABLES, values)}
+
+    def _write_result(self, stage: str, *, made_of: str, text: str | None) -> None:
+        result = {"schema": SCHEMA, "stage": stage, "made_of": made_of, "text": text, "report": self._parts[stage]}
+        self.results[stage] = copy.deepcopy(result)
+        if self.rank == 0:
+            write_json(result_path(self.output_dir, stage), result)
 
     def save(self) -> Path:
-        """Writes ``report.json`` (process 0 only); running stages are brought up to date first."""
-        for name, clock in self._clocks.items():
-            self._record(name, clock)
+        """Puts the report together and writes ``report.json`` (process 0 only); running stages are brought up to date."""
+        self.data = empty_report()
+        running = {name: {**self._measured(name), "stages": {name: "running"}} for name in self._clocks}
+        for part in (self._common, *{**self._parts, **running}.values()):
+            _merge(self.data, copy.deepcopy(part))
         if self.rank == 0:
             write_json(self.path, self.data)
         return self.path

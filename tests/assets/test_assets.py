@@ -2,12 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
+from embedded_teacher.copying import copy_accuracy
 from safetensors import safe_open
 
 from tcal_components.assets import asset_path, resolve
-from tcal_components.checkpoint.hf_folder import load_teacher_state_dict
+from tcal_components.checkpoint.teacher import load_teacher_state_dict
 from tcal_components.data import assert_disjoint, hf_tokenizer, packed_text
-from tcal_components.evaluation.copying import copy_accuracy
 from tcal_components.evaluation.perplexity import perplexity, perplexity_by_context
 from tcal_components.models import teacher
 from tcal_components.models.hf_config import read_spec
@@ -16,7 +16,7 @@ FOLDER = asset_path("quickstart")
 PARTS = ("calibration", "train", "eval")
 WEIGHTS = FOLDER / "model.safetensors"
 trained = pytest.mark.skipif(
-    not WEIGHTS.is_file(), reason="no trained weights in the assets (configs/embedded_teacher.yaml)"
+    not WEIGHTS.is_file(), reason="no trained weights in the assets (docs/embedded_teacher/train.yaml)"
 )
 
 

@@ -4,8 +4,8 @@ import zlib
 
 import numpy as np
 import pytest
+from embedded_teacher import make
 
-from tcal_components.assets import make
 from tcal_components.data import hf_tokenizer
 
 

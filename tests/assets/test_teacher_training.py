@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -6,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from embedded_teacher.training import FromScratchCheckpointer, TeacherMixture, stack_rows, teacher_mixture
 
 from tcal_components.assets import asset_path
-from tcal_components.assets.training import FromScratchCheckpointer, TeacherMixture, stack_rows, teacher_mixture
-from tcal_components.checkpoint.hf_folder import load_teacher_state_dict
+from tcal_components.checkpoint.teacher import load_teacher_state_dict
 from tcal_components.data import hf_tokenizer
 from tcal_components.models import teacher
 
@@ -132,11 +133,12 @@ def test_config_trains_with_torchtunes_own_recipe(tmp_path):
         "output_dir": tmp_path,
     }
     tune = Path(sys.executable).with_name("tune")
-    command = [str(tune), "run", "full_finetune_single_device", "--config", "configs/embedded_teacher.yaml"]
+    command = [str(tune), "run", "full_finetune_single_device", "--config", "docs/embedded_teacher/train.yaml"]
     run = subprocess.run(
         command + [f"{key}={value}" for key, value in overrides.items()],
         check=False,
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "docs"},
         capture_output=True,
         text=True,
     )

@@ -9,8 +9,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tcal_components import models
-from tcal_components.checkpoint.hf_folder import HFTeacherCheckpointer, load_teacher_state_dict, read_spec
-from tcal_components.checkpoint.mapping import hf_to_torchtune, teacher_tensors, torchtune_to_hf
+from tcal_components.checkpoint.names import hf_to_torchtune, teacher_tensors, torchtune_to_hf
+from tcal_components.checkpoint.teacher import HFTeacherCheckpointer, load_teacher_state_dict, read_spec
 
 NUMBERS = {
     "vocab_size": 37,
@@ -176,12 +176,12 @@ def test_broken_config(single, content, message):
         ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type 'llama3' lacks low_freq_factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ({"rope_parameters": "yarn"}, "a mapping is needed"),
-        ({"hidden_size": ...}, "hidden_size is None; a positive integer is needed"),
-        ({"vocab_size": "37"}, "vocab_size is '37'; a positive integer is needed"),
+        ({"rope_parameters": "yarn"}, "rope_parameters is 'yarn', expected keys and values"),
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"vocab_size": "37"}, "vocab_size is '37', expected int"),
         ({"num_key_value_heads": 3}, "num_heads is 4; it must be a multiple of num_kv_heads 3"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; a positive number is needed"),
-        ({"vocab_size": 40}, "model.embed_tokens.weight in "),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', expected float"),
+        ({"vocab_size": 40}, "has shape (37, 16); config.json asks for (40, 16)"),
         ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
         ({"num_hidden_layers": 1}, "which a llama3_2 model with 1 layers does not have"),
         ({"model_type": "qwen3", "head_dim": 4}, "tensor model.layers.0.self_attn.q_norm.weight is missing"),
@@ -218,7 +218,7 @@ def test_missing_shard(shards):
 @pytest.mark.parametrize("content", ["{", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
 def test_broken_index(shards, content):
     (shards / "model.safetensors.index.json").write_text(content)
-    assert "is not a valid index with a weight_map" in refusal(shards)
+    assert "is not valid JSON" in (line := refusal(shards)) or "is not a valid index with a weight_map" in line
 
 
 def test_index_that_names_the_wrong_file(shards):
@@ -232,6 +232,46 @@ def test_index_that_names_the_wrong_file(shards):
     index["weight_map"]["model.norm.weight"] = "pytorch_model.bin"
     path.write_text(json.dumps(index))
     assert "only .safetensors files are read" in refusal(shards)
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_a_tensor_in_two_files(shards, with_index):
+    """Which of the two counts would depend on the reader."""
+    index = shards / "model.safetensors.index.json"
+    file = json.loads(index.read_text())["weight_map"]["model.norm.weight"]
+    other = next(path for path in sorted(shards.glob("*.safetensors")) if path.name != file)
+    save_file(load_file(other) | {"model.norm.weight": torch.ones(16)}, other, metadata={"format": "pt"})
+    if not with_index:
+        index.unlink()
+    message = refusal(shards)
+    assert "tensor model.norm.weight is in two files" in message and file in message and other.name in message
+
+
+def test_one_file_beside_an_index(shards, pristine_single):
+    """transformers reads the one file, the index names the others."""
+    shutil.copyfile(pristine_single / "model.safetensors", shards / "model.safetensors")
+    assert "is in two files" in refusal(shards)
+
+
+def test_an_index_that_does_not_name_all(shards):
+    """A tensor that its files hold is read; one that no model has is refused."""
+    path = shards / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    complete = load_teacher_state_dict(shards)
+    file = shards / index["weight_map"].pop("model.norm.weight")
+    path.write_text(json.dumps(index))
+    assert torch.equal(load_teacher_state_dict(shards)["norm.scale"], complete["norm.scale"])
+    save_file(load_file(file) | {"model.extra.weight": torch.ones(1)}, file, metadata={"format": "pt"})
+    assert "holds model.extra.weight, which a llama3_2 model with 2 layers does not have" in refusal(shards)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/elsewhere.safetensors", "sub/model.safetensors"])
+def test_index_that_names_a_file_outside(shards, name):
+    path = shards / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    path.write_text(json.dumps(index))
+    assert "only those beside it" in refusal(shards)
 
 
 def test_no_weights_or_only_pickles(single):

@@ -1,3 +1,5 @@
+import json
+
 import datasets
 import numpy as np
 import pyarrow
@@ -5,7 +7,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from tcal_components.data import assert_disjoint, packed_text
+from tcal_components.data import assert_disjoint, hf_tokenizer, packed_text
 
 
 def stream(texts, tokenizer):
@@ -188,6 +190,23 @@ def test_user_mistakes_give_one_line(tmp_path, tokenizer, name, content, options
     with pytest.raises(error, match=message) as caught:
         packed_text(tokenizer, **{"source": str(tmp_path / name), "seq_len": 8, **options})
     assert "\n" not in str(caught.value)
+
+
+def test_token_arrays_of_a_vocabulary_with_a_gap(tmp_path, tokenizer_folder):
+    """The largest id counts, not the number of tokens."""
+    content = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["a"] = 900
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((tokenizer_folder / name).read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = hf_tokenizer(tmp_path)
+    ids = tokenizer.encode("banana", add_eos=True)
+    assert max(ids) == 900 == tokenizer.vocab_size - 1 and len(tokenizer.tokenizer.get_vocab()) == 259
+    np.save(tmp_path / "a.npy", np.array(ids, dtype=np.uint32))
+    assert packed_text(tokenizer, source=str(tmp_path / "a.npy"), seq_len=3).num_tokens == 6
+    np.save(tmp_path / "a.npy", np.array([*ids, 901], dtype=np.uint32))
+    with pytest.raises(ValueError, match="token ids 0 to 901, the tokenizer has 0 to 900"):
+        packed_text(tokenizer, source=str(tmp_path / "a.npy"), seq_len=3)
 
 
 def test_empty_folder_and_wrong_arrays(tmp_path, tokenizer):

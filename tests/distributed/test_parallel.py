@@ -1,6 +1,5 @@
 """Parallel set-up in one process; several are tested by the stages that use them."""
 
-import datetime
 import os
 import socket
 import subprocess
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tcal_components.distributed import (
     ParallelContext,
@@ -21,7 +19,7 @@ from tcal_components.distributed import (
     to_storage_dtype,
 )
 from tcal_components.models._decoder import build_decoder
-from tcal_components.models.spec import DecoderSpec
+from tcal_components.modules.spec import DecoderSpec
 
 ROOT = Path(__file__).parents[2]
 SPEC = DecoderSpec(
@@ -97,26 +95,24 @@ def test_mistakes_are_one_line():
             setup_process_group("cuda")
 
 
-def test_processes_wait_for_the_first_ones_files(monkeypatch):
-    """It exports and verifies alone while the others are in a collective; the defaults are 10 and 30 minutes."""
-    joined = []
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: joined.append((args, options)))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    setup_process_group("cpu")
-    ((backend,), options) = joined[0]
-    assert backend == "gloo" and options["timeout"] >= datetime.timedelta(hours=2)
-
-
 def test_groups_of_replicas():
-    """Two processes that each hold a copy: what they know of it, and that the whole group waits that long."""
+    """Two processes that each hold a copy: what they know of it, and how long which group waits.
+
+    The first process exports and verifies alone while the others are at a barrier; torch's defaults are 10 and 30 minutes.
+    """
     code = """
-import sys, torch.distributed as dist
+import datetime, torch.distributed as dist
 from tcal_components.distributed import ParallelContext
-ctx = ParallelContext.create("cpu", dp_replicate=2)
+from tcal_components.distributed.watch import patient_group
+ctx = ParallelContext.create("cpu", dp_replicate=2, timeout=datetime.timedelta(minutes=3))
 assert (ctx.world_size, ctx.dp_replicate, ctx.mesh.shape) == (2, 2, (2, 1)), ctx
-seconds = dist.group.WORLD._get_backend(ctx.device).options._timeout.total_seconds()
+def wait(group):
+    return group._get_backend(ctx.device).options._timeout.total_seconds()
+assert wait(dist.group.WORLD) == 3 * 60 + 30, "a little more than the watch needs, which knows who it was"
+assert {wait(group) for group in ctx.mesh.get_all_groups()} == {3 * 60 + 30}
+assert wait(patient_group()) == 4 * 3600
+ctx.barrier()
 dist.destroy_process_group()
-sys.exit(seconds != 4 * 3600)
 """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -129,3 +125,17 @@ sys.exit(seconds != 4 * 3600)
     ]
     errors = [process.communicate(timeout=120)[1].decode() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+
+
+def test_weights_outside_the_range_are_refused():
+    """Copied into a narrower type they would be infinities."""
+    ctx = ParallelContext.create("cpu")
+    model = to_storage_dtype(build_decoder(SPEC, retained_layers=[1]), torch.bfloat16)
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    load_full_state_dict(model, weights, ctx=ctx)
+    weights["layers.1.mlp.w1.weight"][0, 0] = 1e39
+    with pytest.raises(ValueError, match=r"layers.1.mlp.w1.weight overflows when converted to torch.bfloat16"):
+        load_full_state_dict(model, weights, ctx=ctx)
+    weights["layers.1.mlp.w1.weight"][0, 0] = 0.0
+    weights["layers.0.attn.decay.A_log"][0] = 3.4e38  # kept in float32, which holds it
+    load_full_state_dict(model, weights, ctx=ctx)

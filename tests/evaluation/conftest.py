@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tcal_components.models._decoder import build_decoder
-from tcal_components.models.spec import DecoderSpec
+from tcal_components.modules.spec import DecoderSpec
 
 VOCABULARY = 61
 
@@ -85,7 +85,7 @@ def rows() -> PackedRows:
 def hf_pair():
     """A Qwen3 of transformers and our decoder with the same weights."""
     transformers = pytest.importorskip("transformers")
-    from tcal_components.checkpoint.mapping import hf_to_torchtune
+    from tcal_components.checkpoint.names import hf_to_torchtune
 
     spec = tiny_spec()
     torch.manual_seed(4)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,12 +12,12 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from tcal_components.checkpoint.export import export_hybrid
-from tcal_components.checkpoint.import_hybrid import import_hybrid
 from tcal_components.config import ConfigError
 from tcal_components.evaluation import harness
 from tcal_components.evaluation.load import ModelSource, load_model
 from tcal_components.evaluation.retrieval_tasks import make_examples
+from tcal_components.export.folder import export_hybrid
+from tcal_components.export.import_hybrid import import_hybrid
 from tcal_components.models import build_decoder, read_spec
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +123,7 @@ def config(run_folder, tmp_path):
         "seed": 1,
         "device": "cpu",
         "dtype": "fp32",
-        "evaluate": ["perplexity", "retrieval", "agreement", "speed"],
+        "evaluate": ["perplexity", "retrieval", "agreement", "generation", "speed"],
         "teacher": {"checkpoint_dir": teacher},
         "students": {
             "aligned": {"checkpoint_dir": teacher, "weights": str(run_folder / "mixers.safetensors")},
@@ -138,6 +139,7 @@ def config(run_folder, tmp_path):
         "perplexity": {"batch_size": 4, "context_lengths": [16, 64], "scored": 8},
         "retrieval": {"tasks": ["copy", "needle"], "distances": [160], "examples": 2},
         "agreement": {"max_sequences": 4},
+        "generation": {"prompts": 5, "prompt_tokens": 12, "new_tokens": 8, "distances": [210, 230], "examples": 2},
         "speed": {"contexts": [32, 300], "decode_tokens": 5, "repeats": 1},
     }
 
@@ -169,6 +171,12 @@ def test_teacher_checkpoint_and_export_side_by_side(recipe, config, tmp_path, mo
     assert agreed.keys() == {"aligned", "exported"}
     assert agreed["aligned"]["kl"] == pytest.approx(agreed["exported"]["kl"], rel=1e-3)
     assert agreed["aligned"]["layers"]["0"] < 1e-9 < agreed["aligned"]["layers"]["1"]  # layer 0 is the teacher's
+    written, rows = report["continuations"]["models"], report["generation"]
+    assert list(rows) == ["continuation", "extraction", "needle", "copy"]
+    assert all(row.keys() == {"teacher", "aligned", "exported", "win_or_tie"} for row in rows.values())
+    assert written["teacher"]["agreement_tokens"] == 8
+    assert written["exported"]["teacher_nll"] == pytest.approx(written["aligned"]["teacher_nll"], rel=1e-3)
+    assert len(evaluation["answers"]) == 3 * 3 * 2 and evaluation["answers"][0]["distance"] == 210
     assert [(row["model"], row["context"]) for row in evaluation["speed"]] == [
         (name, context) for name in ("teacher", "aligned", "exported") for context in (32, 300)
     ]
@@ -184,6 +192,8 @@ def test_teacher_checkpoint_and_export_side_by_side(recipe, config, tmp_path, mo
         "Perplexity side by side",
         "Retrieval by distance",
         "Agreement with the teacher",
+        "Continuations of held-out text",
+        "Generated answers",
         "Speed and cache",
     ):
         assert f"## {heading}" in text
@@ -213,28 +223,28 @@ def test_random_weights_for_speed_alone(recipe, config, tmp_path, monkeypatch, r
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"evaluate": ["perplexities"]}, "unknown measurement 'perplexities'"),
-        ({"evaluate": []}, "evaluate is empty"),
+        ({"evaluate": ["perplexities"]}, "evaluate[0] is 'perplexities' (did you mean 'perplexity'?)"),
+        ({"evaluate": []}, "evaluate is [], expected at least 1"),
         ({"perplexty": {}}, "unknown key 'perplexty'"),
         ({"retrieval": {"distance": [5]}}, "unknown key 'distance' in retrieval"),
-        ({"retrieval": {"tasks": ["needles"]}}, "unknown task 'needles'"),
+        ({"retrieval": {"tasks": ["needles"]}}, "retrieval.tasks[0] is 'needles' (did you mean 'needle'?)"),
         ({"speed": {"contexts": [16], "decode_tokens": 16}}, "speed.decode_tokens is 16"),
-        ({"speed": {"contexts": [16], "decode_tokens": 2}}, "speed.decode_tokens is 2, expected more than 3"),
+        ({"speed": {"contexts": [16], "decode_tokens": 2}}, "speed.decode_tokens is 2, expected at least 4"),
         (
             {"perplexity": {"context_lengths": [16, 4096], "scored": 8}},
             "perplexity.context_lengths: context length 4096",
         ),
         ({"perplexity": {"context_lengths": [16], "scored": 32}}, "expected at least the 32 scored tokens"),
-        ({"perplexity": {"scored": 0}}, "perplexity.scored is [0], expected whole numbers of at least 1"),
+        ({"perplexity": {"scored": 0}}, "perplexity.scored is 0, expected at least 1"),
         (
             {"retrieval": {"distances": [300, 16]}},
             "retrieval.distances: retrieval task needle: distance 16 is too short",
         ),
-        ({"retrieval": {"tasks": []}}, "retrieval.tasks is empty; allowed: needle"),
-        ({"lm_eval": {"batch_size": 0}}, "lm_eval.batch_size is [0], expected whole numbers"),
+        ({"retrieval": {"tasks": []}}, "retrieval.tasks is [], expected at least 1"),
+        ({"lm_eval": {"batch_size": 0}}, "lm_eval.batch_size is 0, expected at least 1"),
         ({"device": "tpu"}, "device is 'tpu'; allowed: cpu, cuda, cuda:N"),
         ({"seed": -1}, "seed is -1, expected at least 0"),
-        ({"output_dir": None}, "the config has no output_dir"),
+        ({"output_dir": None}, "output_dir is missing"),
         ({"teacher": None}, "the key teacher is missing"),
         ({"teacher": {"checkpoint_dir": "no/such/folder"}}, "teacher.checkpoint_dir: no/such/folder does not exist"),
         ({"students": {"x": {"weights": "w"}}}, "students.x: give either checkpoint_dir"),
@@ -259,11 +269,13 @@ def test_cuda_on_a_machine_without_it(recipe, config):
 
 def test_models_that_are_too_short(recipe, config, run_folder):
     config["students"]["aligned"]["max_seq_len"] = 64
-    with pytest.raises(ConfigError, match="^students.aligned.max_seq_len is 64, expected at least 300, what evaluate"):
+    with pytest.raises(
+        ConfigError, match="^students.aligned.max_seq_len is 64, expected at least (160|300), what evaluate"
+    ):
         recipe.check_config(OmegaConf.create(config))
     builder = {"_component_": "tcal_components.models.teacher", "checkpoint_dir": str(run_folder / "teacher")}
     config.update(evaluate=["speed"], teacher=builder, students={})
-    with pytest.raises(ConfigError, match="^teacher.max_seq_len is 128, expected at least 300, what evaluate"):
+    with pytest.raises(ConfigError, match="^teacher.max_seq_len is 128, expected at least (160|300), what evaluate"):
         recipe.check_config(OmegaConf.create(config))
 
 
@@ -341,19 +353,17 @@ def test_exports_of_both_formats_on_a_cpu(recipe, config, custom, tmp_path, monk
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval")
 def test_lm_eval_of_a_folder_with_its_own_code(recipe, config, custom, tmp_path, monkeypatch, kernels_of_a_gpu):
-    monkeypatch.setattr(
-        recipe, "check_tasks", lambda tasks: None
-    )  # reads all tasks that there are, which takes a while
-    monkeypatch.setattr(harness, "check_tasks", lambda tasks: None)
-    original, trusted = recipe.lm_eval_scores, {}
+    monkeypatch.setattr(recipe, "check_tasks", lambda *_, **__: None)  # reads all tasks that there are
+    monkeypatch.setattr(harness, "check_tasks", lambda *_, **__: None)
+    original, trusted = recipe.lm_eval_results, {}
 
     def scores(folder, *, trust_remote_code, **options):
         trusted[Path(folder).name] = trust_remote_code
         if not trust_remote_code:
-            return {}
+            return harness.LmEvalResult({}, {})
         return original(folder, trust_remote_code=trust_remote_code, **options)
 
-    monkeypatch.setattr(recipe, "lm_eval_scores", scores)
+    monkeypatch.setattr(recipe, "lm_eval_results", scores)
     config.update(evaluate=["lm_eval"], lm_eval={"limit": 2})
     config["students"] = {"custom": {"folder": custom, "trust_remote_code": True}}
     assert not _run(recipe, config, tmp_path, monkeypatch)
@@ -393,3 +403,29 @@ def test_weights_that_do_not_fit_are_one_line(run_folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="expected a .safetensors file or a folder of them"):
         load(tmp_path / "empty")
+    whole = load_file(run_folder / "mixers.safetensors")
+    (tmp_path / "twice").mkdir()
+    save_file(whole, tmp_path / "twice" / "a.safetensors")
+    save_file({"layers.1.attn.a_proj.weight": torch.ones(2, 24)}, tmp_path / "twice" / "b.safetensors")
+    with pytest.raises(ValueError, match=r"layers.1.attn.a_proj.weight is in .*b.safetensors and in another file"):
+        load(tmp_path / "twice")
+    large = whole["layers.1.attn.a_proj.weight"].double()
+    large[0, 0] = 1e39
+    save_file(whole | {"layers.1.attn.a_proj.weight": large}, tmp_path / "large.safetensors")
+    with pytest.raises(ValueError, match="layers.1.attn.a_proj.weight of .* overflows when converted to torch.float32"):
+        load(tmp_path / "large.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["teacher", "exported"])
+def test_a_tokenizer_beyond_the_embedding(recipe, config, run_folder, tmp_path, kind):
+    """The largest id counts: this tokenizer has no more tokens than the models have rows."""
+    folder = shutil.copytree(run_folder / "teacher", tmp_path / "other")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    last = max(content["model"]["vocab"], key=content["model"]["vocab"].get)
+    rows, content["model"]["vocab"][last] = content["model"]["vocab"][last] + 1, 900
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    config["tokenizer"]["path"] = str(folder)
+    if kind == "exported":
+        config.update(teacher={"folder": str(run_folder / "export")}, students={})
+    with pytest.raises(ConfigError, match=f"uses token ids up to 900, the embedding of teacher .* 0 to {rows - 1}$"):
+        recipe.check_config(OmegaConf.create(config))

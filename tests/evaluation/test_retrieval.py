@@ -47,6 +47,10 @@ def _oracle(task: str, tokenizer, prompt: list[int]) -> str | list[int]:
         for name, source in re.findall(r"VAR (\w+) = (VAR \w+|\d+)\.\n", text):
             known[name] = known[source.split()[1]] if source.startswith("VAR") else source
         return known[re.search(r"value of VAR (\w+)\?", text).group(1)]
+    if task == "extraction":
+        records = dict(re.findall(r"^(\w+ \w+): (\w+ \d{5})$", text, re.MULTILINE))
+        assert len(records) == 6
+        return records[text[text.rindex("\n") + 1 :].removesuffix(":")]
     facts = re.findall(r"The secret number of (\w+) is (\d+)\.", text)
     assert len(facts) == (6 if task == "multikey_needle" else 1)
     return dict(facts)[re.search(r"What is the secret number of (\w+)\?", text).group(1)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tcal_components import models
-from tcal_components.checkpoint.hf_folder import load_teacher_state_dict
+from tcal_components.checkpoint.teacher import load_teacher_state_dict
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -11,7 +11,7 @@ from torchtune import config as torchtune_config
 from tcal_components import models
 from tcal_components.models import _decoder, llama3_2, qwen2_5, qwen3
 from tcal_components.models.memory import optimizer_bytes
-from tcal_components.models.spec import DecoderSpec, GatedDeltaNetSpec
+from tcal_components.modules.spec import DecoderSpec, GatedDeltaNetSpec
 
 # Trainable parameters as published (a tied head counts once).
 PUBLISHED = {
@@ -172,7 +172,10 @@ def test_builders_are_introspectable():
         ({"retained_layers": [1.0]}, "retained_layers contains 1.0"),
         ({"retained_layers": "0,1"}, "must be a list of layer indices"),
         ({"retained_layers": 3}, "must be a list of layer indices"),
-        ({"retained_layers": [0], "gdn": {"conv": 4}}, "unknown key 'conv' in gdn; allowed: conv_size"),
+        (
+            {"retained_layers": [0], "gdn": {"conv": 4}},
+            r"unknown key 'conv' in gdn \(did you mean 'conv_size'\?\); allowed: conv_size",
+        ),
         ({"retained_layers": [0], "gdn": {"conv_size": -1}}, "gdn.conv_size is -1"),
         ({"retained_layers": [0], "gdn": {"key_head_dim": 0}}, "gdn.key_head_dim is 0"),
         ({"retained_layers": [0], "gdn": 4}, "gdn is 4"),

@@ -57,7 +57,7 @@ def tune(python: Path, folder: Path, *args: str) -> subprocess.CompletedProcess[
 
 def started(result: subprocess.CompletedProcess[str]) -> bool:
     """Whether the recipe itself ran: it alone knows its stages, and it refuses this one before any other work."""
-    return result.returncode != 0 and "unknown stage 'none'" in result.stderr
+    return result.returncode != 0 and "stages[0] is 'none'" in result.stderr
 
 
 def test_ls_and_validate(python: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tcal_components.models._decoder import build_decoder
-from tcal_components.models.spec import DecoderSpec
+from tcal_components.modules.spec import DecoderSpec
 from tcal_components.precision import RECIPES, apply_float8, float8_problem, without_float8
 
 

@@ -1,8 +1,7 @@
 """A tiny teacher on disk and a way to run recipes in this process."""
 
+import functools
 import importlib.util
-import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed_runs import short_run, short_texts
 from omegaconf import OmegaConf
 
 from tcal_components.assets import asset_path
@@ -77,41 +77,13 @@ def small_config(random_teacher, tmp_path):
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
     """Folder with calibration.jsonl, train.jsonl and eval.jsonl: short, different documents of the embedded text."""
-    folder = tmp_path_factory.mktemp("texts")
-    for name, count in (("calibration", 14), ("train", 40), ("eval", 8)):
-        lines = (asset_path("quickstart") / f"{name}.jsonl").read_text().splitlines()
-        documents = (json.loads(line)["text"] for line in lines)
-        pieces = (text[i : i + 1200] for text in documents for i in range(0, len(text) - 1200, 1200))
-        rows = [json.dumps({"text": piece}) for piece in itertools.islice(pieces, count)]
-        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
-    return folder
+    return short_texts(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture(scope="session")
 def quick_args(texts):
     """Command line of a run of all stages on the embedded teacher in a few seconds."""
-
-    def make(output, *changes):
-        args = [f"output_dir={output}", "align.steps=8", "align.batch_size=4", "align.seq_len=64"]
-        for part, source in (
-            ("calibration_dataset", "calibration"),
-            ("dataset", "train"),
-            ("validation_dataset", "eval"),
-        ):
-            args += [f"{part}.source={texts / source}.jsonl", f"{part}.seq_len=64", f"{part}.max_tokens=2048"]
-        args += [
-            "dataset.max_tokens=8192",
-            "align.eval_every=4",
-            "align.heldout_batches=2",
-            "align.polish=teacher",
-            "align.polish_tokens=1024",
-            "measure.batch_size=4",
-        ]
-        args += ["distill.tokens=3072", "distill.batch_size=4", "distill.eval_every_steps=6", "distill.warmup_steps=2"]
-        args += ["distill.lr=3.0e-4", "export.dtype=fp32", "export.verify_tokens=32"]
-        return ["--config", str(ROOT / "configs" / "quickstart.yaml"), *args, *map(str, changes)]
-
-    return make
+    return functools.partial(short_run, texts)
 
 
 @pytest.fixture(scope="session")

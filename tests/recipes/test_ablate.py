@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tcal_components import recovery
-from tcal_components.calibration.alignment import AlignConfig
-from tcal_components.calibration.comparison import lower_envelope
+from tcal_components import setup
+from tcal_components.ablation import recovery
+from tcal_components.ablation.comparison import lower_envelope
+from tcal_components.align.config import AlignConfig
 from tcal_components.config import ConfigError, section
 from tcal_components.distributed import ParallelContext
 
@@ -187,6 +188,7 @@ def test_a_batch_that_the_processes_cannot_share(module, small_config, monkeypat
     create = ParallelContext.create
     two = lambda *args, **options: dataclasses.replace(create(*args, **options), world_size=2)
     monkeypatch.setattr(ParallelContext, "create", two)
+    monkeypatch.setattr(setup, "Watch", lambda limit: None)  # there is one process
     cfg = _changed(small_config("ablate_quickstart"), [*SMALL, "alignments.published.batch_size=3"])
     with pytest.raises(
         ConfigError, match="^alignments.published.batch_size is 3, expected a multiple of the 2 processes"
@@ -242,7 +244,7 @@ def test_the_config_of_smollm2_compares_at_the_same_number_of_tokens():
     alignments = {
         name: section(AlignConfig, value, name) for name, value in cfg.alignments.items() if value is not None
     }
-    tokens = {name: (a.steps + a.polish_steps) * a.batch_size * a.seq_len for name, a in alignments.items()}
+    tokens = {name: (a.steps + a.refit_steps) * a.batch_size * a.seq_len for name, a in alignments.items()}
     assert tokens["published"] == tokens["same_tokens"] == 300 * 4 * 256
     assert alignments["ours"] == section(AlignConfig, cfg.align, "align")
     assert tokens["ours"] <= 1_000_000 and alignments["published"].text_tokens == 4 * 256
@@ -251,10 +253,10 @@ def test_the_config_of_smollm2_compares_at_the_same_number_of_tokens():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("starts=[naive,best]", "starts.1. has strategy 'best'; allowed: naive"),
+        ("starts=[naive,best]", "starts.1..strategy is 'best'; allowed: naive"),
         ("starts=[naive,naive]", "starts has 'naive' twice"),
         ("starts=[naive,{name: a/b, strategy: taylor}]", "starts has the name 'a/b'"),
-        ("alignments=null", "alignments is empty"),
+        ("alignments=null", "alignments is missing"),
         ("alignments.ours={step: 4}", "unknown key 'step' in alignments.ours .did you mean 'steps'"),
         (
             "alignments.published.seq_len=512",
@@ -263,16 +265,16 @@ def test_the_config_of_smollm2_compares_at_the_same_number_of_tokens():
         ("ablate.batch_size=0", "^ablate.batch_size is 0, expected at least 1"),
         ("ablate.query_block=0", "^ablate.query_block is 0, expected at least 1"),
         ("save_every=0", "^save_every is 0, expected at least 1"),
-        ("ablate.seeds=[]", "ablate.seeds is .., expected a list"),
+        ("ablate.seeds=[]", "ablate.seeds is .., expected at least 1"),
         ("ablate.target_steps=[400]", "ablate.target_steps has 400, but alignments.ours has 4 steps"),
         ("ablate.target_alignment=none", "ablate.target_start 'naive' with target_alignment 'none' is no cell"),
         ("recovery.starts=[naive/our]", "unknown key 'naive/our' in recovery.starts .did you mean 'naive/ours'"),
-        ("recovery.lr=[]", "recovery needs at least one entry"),
-        ("recovery.batch_size=[]", "at least one entry in each of lr, base_lr, tokens and batch_size"),
+        ("recovery.lr=[]", "recovery.lr is .., expected at least 1"),
+        ("recovery.batch_size=[]", "recovery.batch_size is .., expected at least 1"),
         ("recovery.tokens=[512,10]", "^recovery.tokens is 10, expected at least one step: batch_size 2 x seq_len 64"),
-        ("recovery.tokens=[0]", "recovery.tokens is 0, expected at least 1"),
-        ("recovery.tokens=[1.5]", "recovery.tokens is .1.5., expected int | list"),
-        ("recovery.batch_size=[2,0]", "recovery.batch_size is 0, expected at least 1"),
+        ("recovery.tokens=[0]", "recovery.tokens.0. is 0, expected at least 1"),
+        ("recovery.tokens=[1.5]", "recovery.tokens.0. is 1.5, expected int"),
+        ("recovery.batch_size=[2,0]", "recovery.batch_size.1. is 0, expected at least 1"),
         (
             "recovery.batch_size=[2,16]",
             "recovery.tokens is 512, expected at least one step: batch_size 16 x seq_len 64",
@@ -287,10 +289,10 @@ def test_the_config_of_smollm2_compares_at_the_same_number_of_tokens():
             "unknown key 'naive/our' in recovery.grids .did you mean 'naive/ours'",
         ),
         ("recovery.grids={naive/none: {token: 512}}", "unknown key 'token' in recovery.grids.naive/none"),
-        ("recovery.grids={naive/none: {lr: []}}", "^recovery.grids.naive/none: recovery needs at least one entry"),
-        ("recovery.grids={naive/none: {tokens: 0}}", "^recovery.grids.naive/none: recovery.tokens is 0, expected"),
-        ("recovery.starts=[]", "recovery.starts is empty"),
-        ("recovery.lr=[-1.0]", "^recovery.lr is -1.0, expected 0 or more"),
+        ("recovery.grids={naive/none: {lr: []}}", "^recovery.grids.naive/none.lr is .., expected at least 1"),
+        ("recovery.grids={naive/none: {tokens: 0}}", "^recovery.grids.naive/none.tokens is 0, expected"),
+        ("recovery.starts=[]", "recovery.starts is .., expected at least 1"),
+        ("recovery.lr=[-1.0]", "^recovery.lr.0. is -1.0, expected at least 0"),
         (
             "recovery.baseline=taylor/ours",
             "recovery.baseline is 'taylor/ours', expected one of recovery.starts: naive/none",

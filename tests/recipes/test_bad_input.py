@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tcal_components.assets import asset_path
 from tcal_components.checkpoint.run_state import RunState
+from tcal_components.data import hf_tokenizer
 from tcal_components.distributed import environment
 
 
@@ -53,28 +54,28 @@ def test_the_config_itself_is_right(run_main, quick_args, tmp_path):
         ("seeed=3", "unknown key 'seeed' in the config (did you mean 'seed'?); allowed: align, calibration_dataset, "),
         ("dataset.seq_length=3", "unknown key 'seq_length' in dataset (did you mean 'seq_len'?)"),
         ("optimizer.beta=3", "unknown key 'beta' in optimizer (did you mean 'betas'?)"),
-        ("model.gdn.conv=3", "unknown key 'conv' in gdn; allowed: conv_size"),
+        ("model.gdn.conv=3", "unknown key 'conv' in model.gdn (did you mean 'conv_size'?); allowed: conv_size"),
         ("parallel.replicas=3", "unknown key 'replicas' in parallel"),
-        ("stages=[measure,calibrate]", "unknown stage 'calibrate' in stages; allowed: measure, initialize"),
-        ("stages=[]", "stages is [], expected a list out of measure"),
-        ("stages=measure", "stages is 'measure', expected a list out of measure"),
+        ("stages=[measure,calibrate]", "stages[1] is 'calibrate'; allowed: measure, initialize"),
+        ("stages=[]", "stages is [], expected at least 1 entries"),
+        ("stages=measure", "stages is 'measure', expected list[str]"),
         ("initialize.strategy=magic", "initialize.strategy is 'magic'; allowed: naive, "),
-        ("retain={policy: best}", "unknown policy 'best' in retain; allowed: uniform, file"),
-        ("kd_loss=tcal_components.distillation.KL", "kd_loss._component_ 'tcal_components.distillation.KL' cannot be"),
+        ("retain={policy: best}", "retain.policy is 'best'; allowed: uniform, file, or null"),
+        ("kd_loss=tcal_components.distill.KL", "kd_loss._component_ 'tcal_components.distill.KL' cannot be"),
         ("tokenizer=tcal_components.data.no_tokenizer", "tokenizer._component_ "),
         ("teacher_model=null", "teacher_model._component_ is None, expected the name of a class or function"),
         ("distill=5", "distill is 5, expected keys and values"),
         # values
         ("align.steps=many", "align.steps is 'many', expected int"),
         ("align.steps=2.5", "align.steps is 2.5, expected int"),
-        ("align.betas=[0.9,b]", "align.betas is [0.9, 'b'], expected tuple[float, float]"),
-        ("align.lr=-1", "align.lr is -1; it must be at least 0"),
-        ("align.batch_size=0", "align.batch_size is 0; it must be at least 1"),
+        ("align.betas=[0.9,b]", "align.betas[1] is 'b', expected float"),
+        ("align.lr=-1", "align.lr is -1, expected at least 0 and at most 100, or null"),
+        ("align.batch_size=0", "align.batch_size is 0, expected at least 1"),
         ("distill.batch_size=0", "distill.batch_size is 0, expected at least 1"),
         ("distill.tokens=100", "distill.tokens is 100, expected at least one step"),
         ("measure.batch_size=0", "measure.batch_size is 0"),
         ("dataset.seq_len=long", "dataset.seq_len is 'long', expected int"),
-        ("dataset.seq_len=1", "dataset: seq_len must be at least 2, got 1"),
+        ("dataset.seq_len=1", "dataset.seq_len is 1, expected at least 2"),
         ("seed=one", "seed is 'one', expected int"),
         ("seed=-1", "seed is -1, expected at least 0"),
         ("resume_from_checkpoint=perhaps", "resume_from_checkpoint is 'perhaps', expected bool"),
@@ -84,8 +85,11 @@ def test_the_config_itself_is_right(run_main, quick_args, tmp_path):
         ("export.dtype=int4", "export.dtype is 'int4'; allowed: fp32, bf16"),
         ("export.format=gguf", "export.format is 'gguf'; allowed: qwen3_5_text, hf_custom"),
         ("export.max_shard_size=big", "max_shard_size is 'big'; allowed are"),
-        ("export.verify_tokens=4", "export.verify_tokens with validation_dataset.seq_len gives 4 tokens"),
-        ("precision.student=int8", "precision.student is 'int8'; allowed: float8, null"),
+        ("export.check=[transformers,vllm]", "export.check[1] is 'vllm'; allowed: transformers, llama_cpp"),
+        ("export.check=[llama_cpp]", "export.check is ['llama_cpp'], expected transformers among them"),
+        ("export.check=[transformers,llama_cpp]", "export.check names llama_cpp: no llama.cpp checkout is named"),
+        ("export.verify_tokens=4", "export.verify_tokens is 4, expected at least 8"),
+        ("precision.student=int8", "precision.student is 'int8'; allowed: float8, or null"),
         ("kd_loss.temperature=0", "kd_loss.temperature is 0, expected a number above 0"),
         ("optimizer.betas=[0.9,2.0]", "optimizer: Invalid beta parameter"),
         ("optimizer.eps=tiny", "optimizer.eps is 'tiny', expected float"),
@@ -107,7 +111,7 @@ def test_the_config_itself_is_right(run_main, quick_args, tmp_path):
         ("retain.layers=[0,6]", "retain: retained_layers contains 6; the teacher has 6 layers, so 0 to 5 is allowed"),
         ("retain.layers=[0,-1]", "retain: retained_layers contains -1; the teacher has 6 layers"),
         ("retain.layers=[0,3,3]", "retain: retained_layers contains layer 3 more than once"),
-        ("retain.layers=[0,x]", "retain.layers is [0, 'x'], expected list[int] | None"),
+        ("retain.layers=[0,x]", "retain.layers[1] is 'x', expected int"),
         ("retain={policy: uniform, num_layers: 7}", "retain.num_layers is 7, but the teacher has 6 layers"),
         ("retain={policy: file, path: /none.json}", "retain.path: no file /none.json"),
         ("retain.layers=[0,1,2,3,4,5]", "retain keeps attention in all 6 layers of the teacher, expected at most 5"),
@@ -115,7 +119,7 @@ def test_the_config_itself_is_right(run_main, quick_args, tmp_path):
             "model.gdn.key_head_dim=96",
             "model.gdn.key_head_dim is 96; the teacher's projections fill 64 (its head size)",
         ),
-        ("model.max_seq_len=48", "calibration_dataset.seq_len is 64, but model.max_seq_len is 48"),
+        ("model.max_seq_len=48", "align.seq_len is 64, but model.max_seq_len is 48"),
         # machine
         ("device=tpu", "device is 'tpu'; allowed: cpu, cuda, cuda:N"),
         ("parallel.dp_replicate=2", "dp_replicate is 2, expected a divisor of the 1 processes"),
@@ -139,7 +143,7 @@ def test_refused(refused, tmp_path, change, said):
 
 
 def test_no_output_dir(refused):
-    assert "the config has no output_dir" in refused(output="null")
+    assert "output_dir is missing" in refused(output="null")
 
 
 def test_output_dir_that_cannot_be_written(refused, tmp_path):
@@ -192,7 +196,7 @@ def test_cuda_on_a_machine_without_it(refused):
     [
         ("teacher_model=tcal_components.models.qwen3_0_6b", "has vocab_size 151936, but the checkpoint"),
         ("teacher_model=tcal_components.models.smollm2_135m", "has family llama3_2, but the checkpoint"),
-        ("teacher_model=torchtune.models.qwen2.qwen2_0_5b", "is none of the builders of tcal_components.models"),
+        ("teacher_model=torchtune.models.qwen2.qwen2_0_5b", "expected a HybridDecoder"),
         ("model=tcal_components.models.qwen3_0_6b_hybrid", "has vocab_size 151936, but the checkpoint"),
         ("model=tcal_components.models.qwen3_0_6b", "does not fit: it takes no retained_layers"),
     ],
@@ -226,7 +230,7 @@ def test_text_longer_than_the_model_can_place(refused, teacher):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
     line = refused(change, "dataset.seq_len=256")
-    assert line == "seq_len 256 is longer than the teacher's longest position, 128"
+    assert line == "dataset.seq_len is 256, but teacher_model.max_seq_len is 128"
 
 
 def test_nan_in_the_weights(refused, teacher, tmp_path):
@@ -256,7 +260,50 @@ def test_a_tokenizer_of_another_vocabulary(refused, tmp_path):
     content["added_tokens"].append({**content["added_tokens"][0], "id": 2048, "content": "<|more|>"})
     (folder / "tokenizer.json").write_text(json.dumps(content))
     line = refused(f"tokenizer.path={folder}")
-    assert line == "the tokenizer has 2049 tokens, the teacher's vocabulary 2048"
+    said = "the tokenizer uses token ids up to {}, the teacher's embedding has rows for the ids 0 to 2047"
+    assert line == said.format(2048)
+    # The largest id counts and not the number of tokens, of which there are 2048: a gap lies before it.
+    del content["added_tokens"][-1]
+    content["model"]["vocab"]["Ġvalue"] = 3000
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert hf_tokenizer(folder).tokenizer.get_vocab_size() == 2048
+    assert refused(f"tokenizer.path={folder}") == said.format(3000)
+
+
+def test_special_tokens_beyond_the_embedding(refused, teacher, tmp_path):
+    """Named by the model's files alone; they would come up in a generation, long after the training."""
+    folder, change = teacher
+    for name, key, value in (
+        ("generation_config.json", "eos_token_id", [0, 2048]),
+        ("generation_config.json", "pad_token_id", 5000),
+        ("config.json", "bos_token_id", 2048),
+    ):
+        before = (folder / name).read_text()
+        (folder / name).write_text(json.dumps(json.loads(before) | {key: value}))
+        line = refused(change)
+        assert line.endswith(f"{folder / name}: {key} is {value}; the embedding has rows for the ids 0 to 2047")
+        (folder / name).write_text(before)
+    # A tokenizer's folder of its own is asked where the teacher's names nothing.
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    shutil.copy(folder / "tokenizer.json", other)
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 2048}))
+    assert "the tokenizer uses token ids up to 2048" in refused(f"tokenizer.path={other}")
+
+
+def test_weights_outside_the_range_of_the_dtype(refused, teacher):
+    folder, change = teacher
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.2.mlp.up_proj.weight"
+    for kind, value, dtype, changes in (
+        (torch.float64, 1e39, torch.float32, ()),
+        (torch.float64, -1e300, torch.float32, ("teacher_checkpointer.dtype=fp64",)),
+        (torch.float32, 3.4e38, torch.bfloat16, ("dtype=bf16",)),
+    ):
+        tensor = weights[name].to(kind)
+        tensor[3, 4] = value
+        save_file(weights | {name: tensor}, folder / "model.safetensors", metadata={"format": "pt"})
+        assert f"overflows when converted to {dtype} (it is stored as {kind})" in refused(change, *changes)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import sys
 from itertools import combinations
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from tcal_components.assets import asset_path
-from tcal_components.calibration.initialize import initialize_mixers
-from tcal_components.checkpoint.hf_folder import load_teacher_state_dict
-from tcal_components.checkpoint.import_hybrid import import_hybrid
+from tcal_components.checkpoint.teacher import load_teacher_state_dict
+from tcal_components.config import pipeline
+from tcal_components.export.import_hybrid import import_hybrid
+from tcal_components.initialize.initialize import initialize_mixers
 from tcal_components.models import hybrid
 
 RETAINED, CONVERTED = [0, 3], [1, 2, 4, 5]
@@ -82,19 +84,56 @@ def test_the_report_keeps_its_contract(whole):
     errors = report["alignment_error"].values()  # a layer that eight steps did not help keeps its start
     assert all(error["last"] <= error["first"] * (1 + 1e-6) for error in errors), errors
     assert sum(error["last"] for error in errors) < 0.99 * sum(error["first"] for error in errors)
-    assert report["tokens"] == {"calibration": 2048, "alignment": 8 * 4 * 64 + 1024, "distillation": 3072}
+    spent = {"calibration": 2048, "alignment": 8 * 4 * 64 + 1024, "distillation": 3072, "generated": 4 * 16 * 32}
+    assert report["tokens"] == spent
     assert [row["tokens"] for row in report["recovery_curve"]] == [5120, 5120 + 6 * 256, 5120 + 12 * 256]
     for table in ("seconds", "peak_memory_gib"):
-        assert set(report[table]) == set(OUTPUTS) and all(value > 0 for value in report[table].values())
+        assert set(report[table]) == {*OUTPUTS, "generate"} and all(value > 0 for value in report[table].values())
     assert all(report["tokens_per_second"][stage] > 0 for stage in OUTPUTS if stage != "export")
     export = report["export"]
     assert export["path"] == str(whole / "export") and export["format"] == "qwen3_5_text" and export["ok"]
     assert export["max_abs_logit_diff"] < 1e-4 * export["reference_logit_max"]
-    assert report["stages"] == dict.fromkeys(OUTPUTS, "finished")
+    assert report["stages"] == dict.fromkeys([*OUTPUTS, "generate"], "finished")
+    judged = report["distill"]
+    assert judged["best_step"] in (0, 6, 12) and judged["heldout_loss"]["best"] <= judged["heldout_loss"]["last"]
+    (kept,) = [row for row in report["recovery_curve"] if row["tokens"] == 5120 + 256 * judged["best_step"]]
+    assert kept["perplexity"] == pytest.approx(perplexity["distilled"], rel=1e-5)
     text = (whole / "report.md").read_text()
     assert "after distillation" in text and list(whole.glob("*.png")) and (whole / "export" / "README.md").is_file()
-    left = [path for path in whole.glob("**/.*") if path.name != ".metadata"]  # torch.distributed.checkpoint's own
-    assert not left, "nothing half written"
+    # The lock goes with the recipe, which Python may or may not have collected by now.
+    assert {path.name for path in whole.glob("**/.*")} <= {".lock"}, "nothing half written"
+    assert not list(whole.glob("*/state")), "a finished stage needs no state"
+
+
+def test_the_report_says_what_the_student_writes(whole, again, run_main, quick_args, capsys):
+    report = report_of(whole)
+    row, written = report["generation"]["continuation"], report["continuations"]
+    assert row.keys() == {"teacher", "student", "win_or_tie"} and row["teacher"] == 1.0
+    assert all(0 <= value <= 1 for value in row.values()) and row["student"] < 1
+    assert (written["prompts"], written["new_tokens"]) == (16, 32) and written["models"].keys() == {
+        "teacher",
+        "student",
+    }
+    teacher, student = written["models"].values()
+    assert teacher["agreement_tokens"] == 32 > student["agreement_tokens"]
+    assert teacher["teacher_nll"]["greedy"] < student["teacher_nll"]["greedy"]
+    assert "## Continuations of held-out text" in (whole / "report.md").read_text()
+
+    # Other prompts: this part alone is measured again, of the student that lies there.
+    run_main(quick_args(again, "generation.prompts=4", "generation.new_tokens=8"))
+    changed = report_of(again)
+    assert changed["continuations"]["prompts"] == 4 and changed["tokens"]["generated"] == 4 * 4 * 8
+    assert numbers({**changed, "tokens": report["tokens"]}) == numbers(report) and changed_at(again) == changed_at(
+        whole
+    )
+    run_main(quick_args(again, "generation=null"))
+    assert "generation" not in report_of(again) and "generate" not in report_of(again)["stages"]
+    with pytest.raises(SystemExit):
+        run_main(quick_args(again, "generation.new_tokens=4000"))
+    assert (
+        "generation.prompt_tokens and new_tokens are 4032 tokens, but the models' max_seq_len is"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_export_is_the_student_and_writes_text(whole):
@@ -182,7 +221,8 @@ def test_finished_stages_are_not_run_again(again, run_main, quick_args):
     assert [stage for stage in OUTPUTS if after[stage] != before[stage]] == ["align", "distill", "export"]
     assert second["perplexity"]["analytic"] == report["perplexity"]["analytic"]
     assert second["perplexity"]["aligned"] != report["perplexity"]["aligned"]
-    assert second["tokens"] == {"calibration": 2048, "alignment": 4 * 4 * 64 + 1024, "distillation": 512}
+    spent = {"calibration": 2048, "alignment": 4 * 4 * 64 + 1024, "distillation": 512, "generated": 4 * 16 * 32}
+    assert second["tokens"] == spent
     assert [row["tokens"] for row in second["recovery_curve"]] == [4096, 4352, 4608]
 
 
@@ -236,7 +276,12 @@ def test_what_is_made_anew_takes_nothing_from_an_earlier_run(again, run_main, qu
     run_main(quick_args(again, stages, *short))
     report, files = report_of(again), changed_at(again)
     assert report["perplexity"]["aligned"] is None and report["alignment_error"] == {}
-    assert report["export"]["path"] is None and set(report["stages"]) == {"measure", "initialize", "distill"}
+    assert report["export"]["path"] is None and set(report["stages"]) == {
+        "measure",
+        "initialize",
+        "distill",
+        "generate",
+    }
     assert report["recovery_curve"][0] == {"tokens": 2048, "perplexity": report["perplexity"]["analytic"]}
     assert not (again / "distill" / "state").exists(), "a finished stage needs no state"
 
@@ -266,6 +311,11 @@ def test_two_processes_give_the_same_numbers(whole, tune, quick_args, tmp_path):
         assert other.keys() == error.keys()
         for name, value in error.items():  # None where no polish helped
             assert other[name] == (value if value is None else pytest.approx(value, rel=1e-5)), (layer, name)
+    assert two["distill"]["best_step"] == one["distill"]["best_step"]
+    # One token that rounding chose otherwise changes all that follow it: a few may.
+    assert two["generation"]["continuation"] == pytest.approx(one["generation"]["continuation"], abs=0.15)
+    teachers = [report["continuations"]["models"]["teacher"]["teacher_nll"]["greedy"] for report in (one, two)]
+    assert teachers[1] == pytest.approx(teachers[0], rel=0.02)
     losses = [logged(out, "distill/loss") for out in (whole, tmp_path / "out")]
     assert len(losses[0]) == 12 and losses[1] == pytest.approx(losses[0], rel=1e-4)
     first, second = (load_file(out / "measure" / "statistics.safetensors") for out in (whole, tmp_path / "out"))
@@ -292,3 +342,33 @@ def test_initialisation_trains_nothing(whole, load_recipe, quick_args, tmp_path)
             "naive", teacher=recipe.teacher, layers=bench.converted, gdn_spec=bench.gdn, statistics=None, batches=[]
         )
     assert bench.perplexity(recipe.teacher, naive.weights) == report_of(whole)["perplexity"]["naive"]
+
+
+def test_an_engine_is_asked_for_the_exported_folder(run_main, load_recipe, quick_args, tmp_path, monkeypatch):
+    """What is given to it, and where its numbers go; the engine itself: tests/serving."""
+    asked = {}
+
+    def check(folder, tokens, windows, **where):
+        asked.update(where, files={path.name for path in folder.iterdir()}, tokens=tokens, windows=windows)
+        return {
+            "version": "1",
+            "max_abs_logit_diff": 0.5,
+            "reference_logit_max": 9.0,
+            "perplexity": {"student": 3.0, "f16": 3.1},
+        }
+
+    monkeypatch.setattr(pipeline, "find_engine", lambda source, python: f"of {source}")
+    monkeypatch.setattr(load_recipe("taylor_calibrate_kd"), "check_llama_cpp", check)
+    stages = "stages=[measure,initialize,export]"
+    run_main(quick_args(tmp_path, stages, "export.check=[transformers,llama_cpp]", "export.llama_cpp_source=there"))
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= asked["files"]
+    assert len(asked["tokens"]) == 32 and asked["windows"].shape == (8, 64)
+    assert asked["source"] == "there" and asked["python"] == sys.executable
+    report = report_of(tmp_path)
+    assert report["serving"]["llama_cpp"]["perplexity"] == {"student": 3.0, "f16": 3.1}
+    assert report["export"]["ok"]
+    assert "llama.cpp 1" in (tmp_path / "export" / "README.md").read_text()
+    # The place of the engine is no part of what is exported.
+    asked.clear()
+    run_main(quick_args(tmp_path, stages, "export.check=[transformers,llama_cpp]", "export.llama_cpp_source=moved"))
+    assert not asked and report_of(tmp_path)["serving"] == report["serving"]

@@ -109,7 +109,9 @@ def test_no_text_of_the_plot_overlaps_or_is_cut(tmp_path, monkeypatch, runs, lon
 
     figures = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, path: (figures.append(self), save(self, path)))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **options: (figures.append(self), save(self, *args, **options))
+    )
     names = [f"taylor_sequential, 25 % kept, run {index}{', sequential' * longer}" for index in range(runs)]
     copies = [
         _changed(tmp_path / str(index), FULL, perplexity={"aligned": 15.0 + index, "analytic": 40 * 1.6**index})

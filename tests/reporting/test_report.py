@@ -11,8 +11,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tcal_components.checkpoint.artifacts import load_result
 from tcal_components.reporting import Report, config_sha256, load_report, sanitize, write_json
-from tcal_components.reporting.report import empty_report
 
 # Written out by hand, not derived from the code: this is the contract that other programs rely on.
 CONTRACT = {
@@ -121,33 +121,53 @@ def test_nan_and_infinity_become_null(tmp_path, config):
         sanitize({"x": object()})
 
 
-def test_resume_keeps_finished_stages(tmp_path, config):
+def test_a_report_is_put_together_from_the_results_of_its_stages(tmp_path, config):
     first = Report(tmp_path, "r", config)
-    with first.stage("align") as clock:
+    with first.stage("align", made_of="inputs", text="text") as clock:
         clock.add_tokens(10)
-    first.update({"perplexity": {"aligned": 18.4}})
-    again = Report(tmp_path, "r", config, resume=True)
+        clock.record({"perplexity": {"aligned": 18.4}})
+        assert load_result(tmp_path, "align") is None, "not before the stage has ended"
+    with pytest.raises(RuntimeError), first.stage("distill", made_of="inputs"):
+        raise RuntimeError
+    first.path.unlink()
+    result = load_result(tmp_path, "align")
+    assert (result["made_of"], result["text"]) == ("inputs", "text") and load_result(tmp_path, "distill") is None
+    again = Report(tmp_path, "r", config, results={"align": result}, resume=True)
     assert again.finished("align") and again["perplexity"]["aligned"] == 18.4
     assert again["seconds"]["align"] == first["seconds"]["align"]
+    assert _read(again)["perplexity"]["aligned"] == 18.4
+    again.amend("align", {"perplexity": {"aligned": 17.5}}, text="another")
+    result = load_result(tmp_path, "align")
+    assert (result["made_of"], result["text"]) == ("inputs", "another")
+    assert result["report"]["perplexity"]["aligned"] == again["perplexity"]["aligned"] == 17.5
     fresh = Report(tmp_path, "r", config)
     assert not fresh.finished("align") and fresh["perplexity"]["aligned"] is None
 
 
 def test_resumed_stage_adds_to_its_earlier_time_and_a_fresh_one_clears_its_numbers(tmp_path, config):
     report = Report(tmp_path, "r", config)
-    report.update({"seconds": {"align": 100.0}, "perplexity": {"aligned": 18.4, "distilled": 12.9}})
-    report.update({"perplexity": {"analytic": 30.0}, "export": {"ok": True}, "recovery_curve": []})
-    with report.stage("align", resumed=True) as clock:
-        clock.add_tokens(1024)
-    assert report["seconds"]["align"] >= 100.0
-    assert report["tokens_per_second"]["align"] == pytest.approx(10.24, rel=0.01)
-    assert report["perplexity"]["aligned"] == 18.4
-    with report.stage("align"):
+    for stage, name in (("initialize", "analytic"), ("align", "aligned"), ("distill", "distilled")):
+        with report.stage(stage, made_of=stage) as clock:
+            clock.record({"perplexity": {name: 18.4}, **({"recovery_curve": []} if stage == "distill" else {})})
+    with pytest.raises(SystemExit), report.stage("align", made_of="align"):
         # Later stages came of the alignment that is made anew.
-        assert report["perplexity"]["aligned"] is None and report["perplexity"]["distilled"] is None
-        assert report["export"] == empty_report()["export"] and "recovery_curve" not in report.data
-        assert report["perplexity"]["analytic"] == 30.0
-    assert report["seconds"]["align"] < 100.0
+        assert report["perplexity"] == {"naive": None, "analytic": 18.4, "aligned": None, "distilled": None}
+        assert "recovery_curve" not in report.data
+        assert [bool(load_result(tmp_path, stage)) for stage in ("initialize", "align", "distill")] == [
+            True,
+            False,
+            False,
+        ]
+        raise SystemExit(143)
+    write_json(report.path, {**_read(report), "seconds": {"align": 100.0}})
+    report = Report(tmp_path, "r", config, results={"initialize": load_result(tmp_path, "initialize")}, resume=True)
+    with report.stage("align", made_of="align", resumed=True) as clock:
+        clock.add_tokens(1024)
+        assert _read(report)["seconds"]["align"] >= 100.0, "also of a run that is killed now"
+    assert report["tokens_per_second"]["align"] == pytest.approx(10.24, rel=0.01)
+    with report.stage("align", made_of="align"):
+        pass
+    assert report["seconds"]["align"] < 100.0 and report["perplexity"]["analytic"] == 18.4
 
 
 def test_only_the_first_process_writes(tmp_path, config):
@@ -198,7 +218,7 @@ def test_sigkill_at_any_moment_leaves_a_readable_report(tmp_path):
     assert data["rows"] == [[data["n"]] * 200] * 200
 
 
-@pytest.mark.parametrize("text, message", [("{", "not JSON"), ('{"schema": 7}', "schema 7"), ("[]", "schema None")])
+@pytest.mark.parametrize("text, message", [("{", "JSON"), ('{"schema": 7}', "schema 7"), ("[]", "")])
 def test_bad_report_is_one_line(tmp_path, text, message):
     path = tmp_path / "report.json"
     path.write_text(text)

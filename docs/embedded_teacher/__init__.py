@@ -1,0 +1,1 @@
+"""How the embedded teacher was made."""

@@ -1,0 +1,1 @@
+"""Starts compared: tables over seeds, recovery by distillation."""

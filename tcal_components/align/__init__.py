@@ -1,0 +1,1 @@
+"""Brings each converted layer to the output of the attention that it replaces."""

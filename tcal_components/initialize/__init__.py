@@ -1,0 +1,1 @@
+"""How Gated DeltaNet layers start, without a gradient step."""

@@ -1,0 +1,1 @@
+"""Which layers keep their attention."""
