@@ -7,6 +7,7 @@ against what exists, and a mistake is one line that says what was given, what is
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import re
 import typing
@@ -146,7 +147,11 @@ def check_component(node: Any, where: str, *, supplied: Sequence[str] = ()) -> N
         component = _get_component_from_path(path)
         parameters = inspect.signature(component).parameters
     except Exception as error:
-        raise ConfigError(f"{where}._component_ {shown(path)} cannot be imported: {error}") from error
+        package = path.partition(".")[0]
+        reason = " ".join(str(error).split())
+        if isinstance(error.__cause__ or error, ImportError) and not _installed(package):
+            reason = f"the package {package} is not installed"
+        raise ConfigError(f"{where}._component_ {shown(path)} cannot be imported: {reason}") from error
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         for name in supplied:
             if name not in parameters:
@@ -169,6 +174,13 @@ def check_component(node: Any, where: str, *, supplied: Sequence[str] = ()) -> N
         fitted = fit(value, hints.get(key, Any), f"{where}.{key}")
         if isinstance(value, str) and isinstance(fitted, float):
             node[key] = fitted
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def takes(node: DictConfig, name: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from tcal_components.config.torchtune_keys import TORCHTUNE_KEYS
+from tcal_components.config.torchtune_keys import TORCHTUNE_KEYS, line, taken_top_level
 
 T = TypeVar("T")
 
@@ -249,12 +249,12 @@ def check_keys(given: Collection[Any], allowed: Collection[str], where: str) -> 
     """
     for key in given:
         if key not in allowed:
-            known = TORCHTUNE_KEYS.get(str(key) if where == "the config" else f"{where}.{key}")
-            if known is not None:
-                raise ConfigError(f"torchtune's key '{key}' in {where}: {known}")
+            name = str(key) if where == "the config" else f"{where}.{key}"
+            if name in TORCHTUNE_KEYS and TORCHTUNE_KEYS[name].outcome != "same":
+                raise ConfigError(line(name))
+            own = set(allowed) - set(taken_top_level() if where == "the config" else ())
             raise ConfigError(
-                f"unknown key {_quoted(key)} in {where}{suggest(str(key), allowed)}; "
-                f"allowed: {', '.join(sorted(set(allowed)))}"
+                f"unknown key {_quoted(key)} in {where}{suggest(str(key), allowed)}; allowed: {', '.join(sorted(own))}"
             )
 
 
