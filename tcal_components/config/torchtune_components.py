@@ -48,9 +48,8 @@ def read_torchtune_components(cfg: DictConfig, texts: tuple[str, ...]) -> None:
     for where in ("model", "teacher_model", "tokenizer"):
         if _component(cfg.get(where)).startswith("torchtune."):
             raise ConfigError(line(f"{where}._component_"))
-    for where in texts:
-        if isinstance(cfg.get(where), (DictConfig, ListConfig)):
-            _read_dataset(cfg, where)
+    read_torchtune_texts(cfg, texts)
+    switch_off(cfg, "checkpointer")
     if cfg.get("checkpointer") is not None:
         ours = _read_checkpointer(cfg, "checkpointer")
         teacher = cfg.get("teacher_checkpointer")
@@ -59,6 +58,33 @@ def read_torchtune_components(cfg: DictConfig, texts: tuple[str, ...]) -> None:
         cfg.teacher_checkpointer = ours if teacher is None else teacher
     if _component(cfg.get("teacher_checkpointer")).startswith("torchtune."):
         cfg.teacher_checkpointer = _read_checkpointer(cfg, "teacher_checkpointer")
+
+
+def read_torchtune_texts(cfg: DictConfig, texts: tuple[str, ...]) -> None:
+    """Packs torchtune's datasets, in place.
+
+    Args:
+        cfg: of a recipe.
+        texts: keys of its texts.
+
+    Raises:
+        ConfigError: a dataset or an argument that nothing here does; in one line.
+    """
+    for where in texts:
+        if isinstance(cfg.get(where), (DictConfig, ListConfig)):
+            _read_dataset(cfg, where)
+
+
+def switch_off(cfg: DictConfig, where: str) -> None:
+    """Makes null what was set to null on the command line, where torchtune 0.6.1 sets the ``_component_`` inside.
+
+    Args:
+        cfg: of a recipe.
+        where: key of a component.
+    """
+    node = cfg.get(where)
+    if isinstance(node, DictConfig) and node.get("_component_", "") is None:
+        cfg[where] = None
 
 
 def _component(node: Any) -> str:

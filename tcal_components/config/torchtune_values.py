@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from tcal_components.config.numbers import Count, Positive, Share, Steps
 from tcal_components.config.parse import read
 from tcal_components.config.schema import ConfigError, Settings, shown
+from tcal_components.config.torchtune_components import switch_off
 from tcal_components.config.torchtune_keys import TORCHTUNE_KEYS, line
 
 LINEAR_KL = "tcal_components.distill.LinearKL"
@@ -60,6 +61,8 @@ def read_torchtune_training(cfg: DictConfig) -> None:
     Raises:
         ConfigError: a value that nothing here does, or one that contradicts our own key of it; in one line.
     """
+    for name in ("loss", "profiler"):
+        switch_off(cfg, name)
     for name, row in TORCHTUNE_KEYS.items():
         if "." not in name and row.outcome == "some" and name in cfg and _plain(cfg, name) not in row.accepts:
             raise ConfigError(line(name))

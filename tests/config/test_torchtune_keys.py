@@ -7,6 +7,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import datasets
 import pytest
 import torchtune
 from omegaconf import OmegaConf
@@ -97,10 +98,6 @@ NEEDS = {
         "True",
     ): "enable_activation_offloading is true and device is cpu; it moves activations",
     ("fsdp_cpu_offload", "True"): "parallel.cpu_offload needs several processes",
-    (
-        "dataset.subset",
-        "ocrvqa",
-    ): "dataset: source 'save_to_disk' is no file or folder here, and loading it as a Hugging",
 }
 
 
@@ -116,7 +113,7 @@ def with_key(config, folder, key: str, value):
     elif key == "output_dir":
         cfg.output_dir = f"{cfg.output_dir}/{value.strip('/')}"
     elif key == "dataset.subset":
-        cfg.dataset = {**cfg.dataset, "subset": value, "source": "save_to_disk"}
+        cfg.dataset = {**cfg.dataset, "subset": value, "source": "owner/name", "skip_tokens": 0}
     elif key.startswith("checkpointer.checkpoint_files."):
         cfg.checkpointer.checkpoint_files = {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "00003"}
         cfg.checkpointer.checkpoint_files[key.rpartition(".")[2]] = value
@@ -142,7 +139,7 @@ def test_the_table_has_what_the_recipes_read_besides():
 
 
 @pytest.mark.parametrize(("key", "value"), CASES, ids=[f"{key}={value}"[:60] for key, value in CASES])
-def test_a_key_works_or_gives_its_line(config, folder, checked, key, value):
+def test_a_key_works_or_gives_its_line(config, folder, checked, monkeypatch, key, value):
     row, cfg = TORCHTUNE_KEYS[key], with_key(config, folder, key, value)
     said = None
     if key == "optimizer._component_" and importlib.util.find_spec(value.split(".")[0]) is None:
@@ -152,6 +149,10 @@ def test_a_key_works_or_gives_its_line(config, folder, checked, key, value):
     elif row.outcome == "line" or (row.outcome == "some" and value not in (*row.accepts, *FITTING.get(key, []))):
         nested = key.startswith(("checkpointer.checkpoint_files.", "tensor_parallel_plan."))
         said = line(key.rpartition(".")[0] if nested else key)
+    if key == "dataset.subset":  # without a network
+        rows = [{"text": f"Of the subset, number {i}. " + "Some more text. " * 20} for i in range(9)]
+        hub = {("owner/name", value): datasets.Dataset.from_list(rows)}
+        monkeypatch.setattr(datasets, "load_dataset", lambda source, subset, **given: hub[source, subset])
     if said is None:
         checked(cfg)
         return

@@ -267,6 +267,14 @@ def test_there_is_one_checkpointer(config, checked, tmp_path):
         assert str(error.value) == line(f"{where}._component_")
 
 
+def test_components_are_switched_off_on_the_command_line(config, checked):
+    """Torchtune 0.6.1 makes ``loss._component_=null`` of ``loss=null``."""
+    off = {"_component_": None, "checkpoint_dir": "x"}
+    cfg = config(loss={"_component_": None}, profiler={"_component_": None, "enabled": True}, checkpointer=off)
+    checked(cfg)
+    assert cfg.loss is None and cfg.profiler is None and cfg.checkpointer is None
+
+
 # -------------------------------------------------------------------------------------------------- loggers and profiler
 
 
