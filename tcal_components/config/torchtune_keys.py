@@ -139,8 +139,8 @@ TORCHTUNE_KEYS: dict[str, TorchtuneKey] = {
     "model.lora_dropout": _line(_ALL_TRAINED),
     "model.lora_rank": _line(_ALL_TRAINED),
     "optimizer.fused": _same("on CUDA it is the default"),
-    "optimizer.lr": _line(
-        "distill.lr is the rate of the converted layers and distill.base_lr that of what the teacher had before"
+    "optimizer.lr": _taken(
+        "distill.lr is the rate of the converted layers and distill.base_lr that of what the teacher had before; this one is both"
     ),
     "optimizer.weight_decay": _line("it is called distill.weight_decay, and only matrices have it"),
     "tokenizer.image_size": _line(_TEXT_ONLY),

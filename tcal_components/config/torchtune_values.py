@@ -1,7 +1,7 @@
 """Reads torchtune's keys and components into ours, before anything else looks at a config.
 
-What has the same meaning here is written to the key that it has here, and torchtune's own key stays where it is: other values
-may refer to it. What has none is refused in the line that :mod:`tcal_components.config.torchtune_keys` has for it.
+What has the same meaning here is written to the key that it has here, and torchtune's own top-level key stays where it is:
+other values may refer to it. What has none is refused in the line that :mod:`tcal_components.config.torchtune_keys` has for it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from tcal_components.config.numbers import Count, Positive, Share, Steps
+from tcal_components.config.numbers import Count, Positive, Rate, Share, Steps
 from tcal_components.config.parse import read
-from tcal_components.config.schema import ConfigError, Settings, shown
+from tcal_components.config.schema import ConfigError, Settings, fit, shown
 from tcal_components.config.torchtune_components import switch_off
 from tcal_components.config.torchtune_keys import TORCHTUNE_KEYS, line
 
@@ -68,10 +68,7 @@ def read_torchtune_training(cfg: DictConfig) -> None:
             raise ConfigError(line(name))
     if "collate_fn" in cfg:
         raise ConfigError(line("collate_fn"))
-    optimizer = cfg.get("optimizer")
-    for key in ("lr", "weight_decay"):
-        if isinstance(optimizer, DictConfig) and key in optimizer:
-            raise ConfigError(line(f"optimizer.{key}"))
+    _read_optimizer(cfg)
     numbers = read(TorchtuneNumbers, cfg)
     _read_losses(cfg)
     for key, ours in _RENAMED.items():
@@ -111,6 +108,20 @@ def read_torchtune_length(cfg: DictConfig, *, rows: int, seq_len: int) -> None:
     if not steps:
         raise ConfigError(f"epochs: the training text has {rows} sequences, fewer than the {batch_size} of one step")
     _put(cfg, "distill.tokens", numbers.epochs * steps * batch_size * seq_len, "the length in epochs")
+
+
+def _read_optimizer(cfg: DictConfig) -> None:
+    """One rate for everything is one for both parts; it is moved, because optimizers get theirs by group."""
+    node = cfg.get("optimizer")
+    if not isinstance(node, DictConfig):
+        return
+    if "weight_decay" in node:
+        raise ConfigError(line("optimizer.weight_decay"))
+    if "lr" in node:
+        rate = fit(node["lr"], Rate, "optimizer.lr")
+        for ours in ("distill.lr", "distill.base_lr"):
+            _put(cfg, ours, rate, "optimizer.lr")
+        del node["lr"]
 
 
 def _read_losses(cfg: DictConfig) -> None:

@@ -42,11 +42,13 @@ def test_a_config_in_torchtunes_words_is_the_same_run(config, checked, tmp_path)
         kd_ratio=0.25,
         fsdp_reshard_after_forward=False,
         shuffle=True,
+        optimizer={"_component_": "torch.optim.AdamW", "lr": "3e-4"},
     )
     numbers = {"tokens": 2 * 3 * 4 * 32, "batch_size": 4, "micro_batch_size": 2, "clip_grad_norm": None}
     ours = config(
         output_dir=str(tmp_path / "ours"),
-        distill={**numbers, "log_every_steps": 5},
+        distill={**numbers, "log_every_steps": 5, "lr": 3e-4, "base_lr": 3e-4},
+        optimizer={"_component_": "torch.optim.AdamW"},
         kd_loss={"_component_": "tcal_components.distill.LinearKL", "direction": "reverse", "kd_ratio": 0.25},
         parallel={"reshard_after_forward": False},
     )
@@ -92,6 +94,7 @@ def test_a_batch_is_of_each_process(config, monkeypatch):
         ({"kd_ratio": 2}, "kd_ratio is 2, expected at least 0 and at most 1"),
         ({"max_steps_per_epoch": 5}, line("max_steps_per_epoch")),
         ({"gradient_accumulation_steps": 5}, line("gradient_accumulation_steps")),
+        ({"optimizer": {"_component_": "torch.optim.AdamW", "lr": "fast"}}, "optimizer.lr is 'fast', expected float"),
         ({"shuffle": False}, line("shuffle")),
         ({"optimizer_in_bwd": True}, line("optimizer_in_bwd")),
         ({"tensor_parallel_dim": 2}, line("tensor_parallel_dim")),

@@ -95,7 +95,7 @@ def test_the_config_itself_is_right(run_main, quick_args, tmp_path):
         ("optimizer.eps=tiny", "optimizer.eps is 'tiny', expected float"),
         (
             "optimizer.lr=1.0e-3",
-            "torchtune's key 'lr' in optimizer: distill.lr is the rate of the converted layers and distill.base_lr",
+            "optimizer.lr gives distill.lr 0.001, but distill.lr is 0.0003; leave one of them out",
         ),
         (
             "optimizer.weight_decay=0.1",
