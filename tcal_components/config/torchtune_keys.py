@@ -250,16 +250,16 @@ def page() -> str:
             row = TORCHTUNE_KEYS[name]
             accepts = " or ".join(f"`{_yaml(value)}`" for value in row.accepts)
             what = f"only {accepts}" if accepts else words[row.outcome]
+            if name.endswith("._component_") and row.outcome == "line":
+                what = "torchtune's are refused"
             rows.append(f"| `{name}` | {what} | {row.text} |")
     return _HEAD + "\n".join(rows) + "\n"
 
 
 def _yaml(value: Any) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if not isinstance(value, list)
-        else str(value).replace("'", "")
-    )
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value).replace("'", "")
 
 
 _HEAD = """# Torchtune's keys

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tcal_components.plugin import names
 from tcal_components.plugin.tune_hook import spin_briefly
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -76,20 +77,12 @@ def test_ls_and_validate(python: Path, tmp_path: Path) -> None:
         assert valid.returncode == 0 and "well-formed" in valid.stdout, valid.stderr
 
 
-@pytest.mark.parametrize("recipe", ["taylor_calibrate_kd", f"{RECIPE}.py"])
-@pytest.mark.parametrize("config", ["quickstart", "configs/quickstart"])
-def test_short_names_run(python: Path, tmp_path: Path, recipe: str, config: str) -> None:
-    result = tune(python, tmp_path, "run", recipe, "--config", config, "stages=[none]")
+def test_short_names_run_and_are_copied(python: Path, tmp_path: Path) -> None:
+    result = tune(python, tmp_path, "run", "taylor_calibrate_kd", "--config", "quickstart", "stages=[none]")
     assert started(result), result.stderr
-
-
-def test_short_names_are_copied(python: Path, tmp_path: Path) -> None:
     for name, target, source in (
-        ("quickstart", "x.yaml", CONFIG),
-        ("configs/quickstart", "y.yaml", CONFIG),
-        ("taylor_calibrate_kd", "z.py", f"{RECIPE}.py"),
-        ("select_layers", "config.yaml", "configs/select_layers.yaml"),
-        ("select_layers", "recipe.py", "recipes/select_layers.py"),
+        ("configs/quickstart", "x.yaml", CONFIG),
+        ("select_layers", "y.yaml", "configs/select_layers.yaml"),
     ):
         assert tune(python, tmp_path, "cp", name, target).returncode == 0
         assert (tmp_path / target).read_text() == (REPOSITORY / source).read_text()
@@ -101,15 +94,35 @@ def test_short_names_are_copied(python: Path, tmp_path: Path) -> None:
         (["run", "taylor_calibrate", "--config", CONFIG], RECIPE),
         (["run", RECIPE, "--config", "configs/quikstart"], CONFIG),
         (["cp", "quikstart", "."], CONFIG),
-        (["validate", "quikstart"], CONFIG),
     ],
 )
-def test_a_name_that_is_near_is_said_in_one_line(
-    python: Path, tmp_path: Path, arguments: list[str], meant: str
-) -> None:
-    result = tune(python, tmp_path, *arguments)
+def test_a_name_that_is_near_is_said_in_one_line(tmp_path: Path, arguments: list[str], meant: str) -> None:
+    result = tune(Path(sys.executable), tmp_path, *arguments)
     assert result.returncode == 2 and f"did you mean '{meant}'?" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
+
+
+def test_what_a_name_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in ("quickstart", "quickstart.yaml", "configs/quickstart", CONFIG):
+        assert names.meant(given, "configs") == CONFIG
+    for given in ("taylor_calibrate_kd", "taylor_calibrate_kd.py", RECIPE, f"{RECIPE}.py", f"./{RECIPE}.py"):
+        assert names.meant(given, "recipes") == RECIPE
+    for given in ("quickstart.py", "other/quickstart", "/configs/quickstart", "nothing", "llama2/7B_full"):
+        assert names.meant(given, "configs") is None
+    (tmp_path / "quickstart.yaml").write_text("")
+    assert names.meant("quickstart", "configs") is None, "a file of the working folder"
+    assert names.meant("configs/quickstart", "configs") == CONFIG
+    assert names.nearest("configs/quikstart.yaml", "configs") == CONFIG and names.nearest("xyz", "recipes") is None
+
+
+def test_every_config_is_listed_with_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    listed = [config for configs in names.pairs().values() for config in configs]
+    assert sorted(listed) == sorted(names.files("configs")), "each once"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/own.yaml").write_text(f"#  tune run {RECIPE}.py --config configs/own.yaml a=1\n")
+    assert "configs/own.yaml" in names.pairs()[RECIPE]
 
 
 def test_a_bare_start_imports_nothing(python: Path, tmp_path: Path) -> None:
