@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torchtune import config as torchtune_config
 from torchtune import training
 
 from tcal_components.align.resumable import resumable_alignment
@@ -31,6 +30,7 @@ from tcal_components.checkpoint.stage_files import StageFiles
 from tcal_components.config import command_line, one_line_errors
 from tcal_components.config.pipeline import COMPONENTS, KEYS, PipelineConfig
 from tcal_components.distill import distill
+from tcal_components.distill.profiling import profiled
 from tcal_components.distributed import gather_full_state_dict
 from tcal_components.distributed.preemption import Stopped, one_line_ending, stop_on_signals
 from tcal_components.evaluation.cache_size import recurrent_state_bytes
@@ -49,6 +49,7 @@ from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.precision.float8 import apply_float8, without_float8
 from tcal_components.reporting import Report, StageClock, teacher_license, write_model_card
 from tcal_components.reporting.console import closing_lines, stage_line
+from tcal_components.reporting.metric_logger import open_metric_logger
 from tcal_components.serving.llama_cpp_check import check_llama_cpp
 from tcal_components.setup import Workbench
 
@@ -102,9 +103,7 @@ class TaylorCalibrateKD:
             results=self.files.results(),
             resume=True,
         )
-        self.logger = (
-            torchtune_config.instantiate(cfg.metric_logger) if cfg.get("metric_logger") and self.ctx.is_first else None
-        )
+        self.logger = open_metric_logger(cfg) if self.ctx.is_first else None
         self._teacher: HybridDecoder | None = None
         self._student: HybridDecoder | None = None  # the distilled one, until it has been generated with
         self.exported: ExportInfo | None = None
@@ -367,21 +366,23 @@ class TaylorCalibrateKD:
 
         stream = bench.stream(bench.data["training"], config.batch_size, seed=bench.seed + 1)
         with stop_on_signals() as stop, self._stage("distill", resumed=resume) as clock:
-            result = distill(
-                student,
-                self.teacher,
-                stream,
-                config=config,
-                ctx=self.ctx,
-                loss=self.config.loss,
-                on_eval=evaluate,
-                on_log=lambda values, step: self._log_metrics({f"distill/{k}": v for k, v in values.items()}, step),
-                run_state=state,
-                resume=resume,
-                heldout=heldout,
-                should_stop=stop,
-                progress=self.ctx.is_first,
-            )
+            with profiled(self.cfg.get("profiler"), self.ctx.device) as profiler_step:
+                result = distill(
+                    student,
+                    self.teacher,
+                    stream,
+                    config=config,
+                    ctx=self.ctx,
+                    loss=self.config.loss,
+                    on_eval=evaluate,
+                    on_log=lambda values, step: self._log_metrics({f"distill/{k}": v for k, v in values.items()}, step),
+                    run_state=state,
+                    resume=resume,
+                    heldout=heldout,
+                    should_stop=stop,
+                    on_step=profiler_step,
+                    progress=self.ctx.is_first,
+                )
             if not result.finished:
                 bench.end_early("distill", result.steps, stop)
             self._write("distill", gather_full_state_dict(student, ctx=self.ctx))

@@ -38,6 +38,7 @@ from tcal_components.config import (
     resolve_assets,
     section,
 )
+from tcal_components.config.torchtune_components import read_torchtune_components
 from tcal_components.data import BatchStream, PackedTextDataset, prepare_batch
 from tcal_components.data.roles import build_roles, check_cut, provenance, recut
 from tcal_components.distributed import (
@@ -92,7 +93,8 @@ class BenchConfig(RunConfig):
     save_every: Steps = 100
 
 
-COMMON_KEYS = (*COMPONENTS, *keys_of(BenchConfig), "retain", "parallel", "align")
+# `checkpointer` is torchtune's name for the teacher's where a config has no other.
+COMMON_KEYS = (*COMPONENTS, "checkpointer", *keys_of(BenchConfig), "retain", "parallel", "align")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +148,7 @@ class Workbench:
         resumes: str = "the same command",
     ) -> None:
         self.resumes = resumes
+        read_torchtune_components(cfg, TEXTS)
         check_top_level(cfg, [*COMMON_KEYS, *extra_keys, *extra_components])
         for key in COMPONENTS:
             if cfg.get(key) is None:

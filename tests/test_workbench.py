@@ -183,12 +183,25 @@ def test_batch_sizes_are_of_all_processes(make):
         bench.check_batch_size(3, "align.batch_size")
 
 
-def test_chat_data_cannot_calibrate(make):
-    chat = {"_component_": "tcal_components.data.packed_chat", "seq_len": 32, "dataset": {"_component_": "x"}}
+def test_samples_can_calibrate(make, samples):
+    """The text that layers are judged by follows in the same samples, whatever the padding; none is in both, none is lost."""
+    bench = make(calibration_dataset={**samples, "max_sequences": 3})
+    calibration, heldout = bench.data["calibration"], bench.data["heldout"]
+    numbers = [[int(d.where.split()[-1]) for d in part.documents] for part in (calibration, heldout)]
+    assert numbers[0] + numbers[1] == list(range(len(numbers[0]) + len(numbers[1]))) and min(map(len, numbers)) > 1
+    assert len(calibration) == 3 and len(heldout) == 8 and heldout.seq_len == 32
     with pytest.raises(
-        ValueError, match="calibration_dataset._component_ 'tcal.*' does not fit: it takes no skip_tokens"
+        ConfigError, match="leaves no text to judge layers by: .* lower its max_sequences or give more text"
     ):
-        make(calibration_dataset=chat)
+        make(calibration_dataset=samples)
+
+
+def test_text_that_cannot_be_skipped_cannot_calibrate(make, texts):
+    own = {"_component_": f"{__name__}.endless", "source": str(texts), "seq_len": 32}
+    with pytest.raises(
+        ValueError, match="calibration_dataset._component_ '.*endless' does not fit: it takes no skip_tokens"
+    ):
+        make(calibration_dataset=own)
 
 
 @pytest.mark.parametrize(

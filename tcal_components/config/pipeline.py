@@ -12,6 +12,8 @@ from omegaconf import DictConfig
 from tcal_components.align.config import AlignConfig
 from tcal_components.checkpoint.fingerprint import fingerprint
 from tcal_components.config import STAGES, ConfigError, Count, OneOf, Range, Settings, keys_of, read, section
+from tcal_components.config.torchtune_keys import taken_top_level
+from tcal_components.config.torchtune_values import read_torchtune_length, read_torchtune_training
 from tcal_components.distill import DistillConfig, LinearKL
 from tcal_components.distill.loss import build_loss
 from tcal_components.distill.optimizer import build_optimizer, build_schedule
@@ -23,6 +25,7 @@ from tcal_components.export.folder import check_replaceable, parse_size
 from tcal_components.initialize.initialize import StartConfig
 from tcal_components.models.memory import estimate_memory
 from tcal_components.precision.dtypes import parse_dtype
+from tcal_components.reporting.metric_logger import check_metric_logger
 from tcal_components.serving.llama_cpp_check import EngineMissing, find_engine
 from tcal_components.setup import Workbench
 
@@ -44,8 +47,9 @@ class PipelineKeys(Settings):
 
 
 # Top-level keys besides those of every recipe, and the components among them.
-KEYS = (*keys_of(PipelineKeys), "measure", "initialize", "distill", "export", "precision", "generation")
-COMPONENTS = ("optimizer", "lr_scheduler", "kd_loss", "metric_logger")
+_SECTIONS = ("measure", "initialize", "distill", "export", "precision", "generation")
+KEYS = (*keys_of(PipelineKeys), *_SECTIONS, *taken_top_level())
+COMPONENTS = ("optimizer", "lr_scheduler", "kd_loss", "metric_logger", "profiler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +121,8 @@ class PipelineConfig:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._cfg = cfg
+        read_torchtune_training(cfg)
+        check_metric_logger(cfg.get("metric_logger"))
         self.run = read(PipelineKeys, cfg)
         self.stages = self.run.stages
         self.measure = section(MeasureConfig, cfg.get("measure"), "measure")
@@ -140,12 +146,14 @@ class PipelineConfig:
             ConfigError: a mistake, in one line.
         """
         self.distill = None
+        training = bench.data["training"]
+        read_torchtune_length(self._cfg, rows=len(training), seq_len=training.seq_len)
         if "distill" in self.stages or self._cfg.get("distill") is not None:
             self.distill = section(
                 DistillConfig,
                 self._cfg.get("distill"),
                 "distill",
-                seq_len=bench.data["training"].seq_len,
+                seq_len=training.seq_len,
                 optimizer=self._cfg.get("optimizer"),
                 lr_scheduler=self._cfg.get("lr_scheduler"),
                 activation_offloading=self.run.enable_activation_offloading,
@@ -211,9 +219,6 @@ class PipelineConfig:
 
     def check_machine(self, bench: Workbench) -> None:
         """Finds what would fail or mislead hours later: versions, kernels, memory; logs what there is.
-
-        Args:
-            bench: of the same config.
 
         Raises:
             ValueError: what is wrong, with the command that mends it.

@@ -43,14 +43,17 @@ def build_roles(
     skip = int(skipped) + data["calibration"].num_tokens
     # The text on which layers are judged: neither fitted nor the final evaluation's, cut as alignment cuts its own.
     try:
+        limit = {"max_tokens": heldout_tokens}
+        if not takes(cfg.calibration_dataset, "max_tokens"):
+            limit = {"max_sequences": heldout_tokens // heldout_seq_len}
         data["heldout"] = torchtune_config.instantiate(
-            cfg.calibration_dataset, tokenizer, seq_len=heldout_seq_len, skip_tokens=skip, max_tokens=heldout_tokens
+            cfg.calibration_dataset, tokenizer, seq_len=heldout_seq_len, skip_tokens=skip, **limit
         )
     except ValueError as error:
         raise ConfigError(
             f"calibration_dataset leaves no text to judge layers by: {heldout_tokens} tokens (align.heldout_batches x "
-            f"batch_size x seq_len) of other documents are wanted after the first {skip}; lower its max_tokens or "
-            f"give more text ({error})"
+            f"batch_size x seq_len) of other documents are wanted after the first {skip}; lower its "
+            f"{next(iter(limit))} or give more text ({error})"
         ) from error
     data["training"] = build(cfg.dataset, "dataset", tokenizer, makes=PackedTextDataset)
     data["evaluation"] = build(cfg.validation_dataset, "validation_dataset", tokenizer, makes=PackedTextDataset)

@@ -56,6 +56,7 @@ class Distiller:
         on_eval: called by every process with the step after ``eval_every_steps`` and at the end; its numbers join the curve.
         on_log: called by the first process with numbers and step, such as a torchtune metric logger's ``log_dict``.
         should_stop: asked before every step; any process's yes saves and ends the loop, as before a preemption.
+        on_step: called by every process after each optimizer step, such as a profiler's ``step``.
         progress: show a bar in the first process.
 
     Raises:
@@ -77,6 +78,7 @@ class Distiller:
         on_eval: OnEval | None = None,
         on_log: OnLog | None = None,
         should_stop: Callable[[], bool] | None = None,
+        on_step: Callable[[], None] | None = None,
         progress: bool = True,
     ) -> None:
         if stream.batch_size != config.batch_size:
@@ -87,7 +89,7 @@ class Distiller:
             student, teacher, loss or LinearKL(), activation_offloading=config.activation_offloading
         )
         self.run_state, self.resume = run_state, resume
-        self.on_eval, self.on_log, self.should_stop = on_eval, on_log, should_stop
+        self.on_eval, self.on_log, self.on_step, self.should_stop = on_eval, on_log, on_step, should_stop
         self.heldout = heldout if config.keep_best else None
         self.best = BestWeights(student, run_state)
         self.progress = progress and ctx.is_first
@@ -139,6 +141,8 @@ class Distiller:
                 self.optimizer.zero_grad(set_to_none=True)
                 schedule.step()
                 self.step += 1
+                if self.on_step is not None:
+                    self.on_step()
                 self.seconds = earlier + time.perf_counter() - began
                 bar.update(self._tokens_a_step)
                 bar.set_postfix(loss=f"{losses[0]:.4f}", refresh=False)
@@ -319,10 +323,12 @@ def distill(
     resume: bool = False,
     heldout: Callable[[], Iterable[Mapping[str, Any]]] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    on_step: Callable[[], None] | None = None,
     progress: bool = True,
 ) -> DistillResult:
     """Distil; see ``Distiller`` for the arguments and ``DistillResult`` for what comes back."""
     return Distiller(
         student, teacher, stream, config=config, ctx=ctx, loss=loss, run_state=run_state, resume=resume,
-        heldout=heldout, on_eval=on_eval, on_log=on_log, should_stop=should_stop, progress=progress,
+        heldout=heldout, on_eval=on_eval, on_log=on_log, should_stop=should_stop, on_step=on_step,
+        progress=progress,
     ).run()  # fmt: skip

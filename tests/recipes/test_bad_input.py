@@ -93,8 +93,14 @@ def test_the_config_itself_is_right(run_main, quick_args, tmp_path):
         ("kd_loss.temperature=0", "kd_loss.temperature is 0, expected a number above 0"),
         ("optimizer.betas=[0.9,2.0]", "optimizer: Invalid beta parameter"),
         ("optimizer.eps=tiny", "optimizer.eps is 'tiny', expected float"),
-        ("optimizer.lr=1.0e-3", "optimizer: lr is 0.001; set distill.lr and distill.base_lr instead"),
-        ("optimizer.weight_decay=0.1", "optimizer: weight_decay is 0.1; set distill.weight_decay instead"),
+        (
+            "optimizer.lr=1.0e-3",
+            "optimizer.lr gives distill.lr 0.001, but distill.lr is 0.0003; leave one of them out",
+        ),
+        (
+            "optimizer.weight_decay=0.1",
+            "torchtune's key 'weight_decay' in optimizer: it is called distill.weight_decay",
+        ),
         (
             "lr_scheduler={_component_: torchtune.training.get_lr}",
             "lr_scheduler._component_ 'torchtune.training.get_lr'",
@@ -196,7 +202,8 @@ def test_cuda_on_a_machine_without_it(refused):
     [
         ("teacher_model=tcal_components.models.qwen3_0_6b", "has vocab_size 151936, but the checkpoint"),
         ("teacher_model=tcal_components.models.smollm2_135m", "has family llama3_2, but the checkpoint"),
-        ("teacher_model=torchtune.models.qwen2.qwen2_0_5b", "expected a HybridDecoder"),
+        ("teacher_model=torchtune.models.qwen2.qwen2_0_5b", "tcal_components.models.teacher builds any teacher"),
+        ("teacher_model=torch.nn.Identity", "expected a HybridDecoder"),
         ("model=tcal_components.models.qwen3_0_6b_hybrid", "has vocab_size 151936, but the checkpoint"),
         ("model=tcal_components.models.qwen3_0_6b", "does not fit: it takes no retained_layers"),
     ],
