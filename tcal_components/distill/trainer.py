@@ -8,15 +8,13 @@ and logged losses are means over the *global* batch, whatever the number of proc
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchtune import utils
-from tqdm import tqdm
 
 from tcal_components.checkpoint.optimizer_state import initialize_optimizer, optimizer_state, restore_optimizer
 from tcal_components.checkpoint.run_state import RunState
@@ -25,6 +23,7 @@ from tcal_components.distill.best import BestWeights
 from tcal_components.distill.config import DistillConfig, DistillResult
 from tcal_components.distill.gradient import NonFiniteLossError, clip_gradient_
 from tcal_components.distill.loss import LinearKL
+from tcal_components.distill.meter import Meter, token_bar
 from tcal_components.distill.model import DistillModel
 from tcal_components.distill.optimizer import build_optimizer, build_schedule, parameter_groups
 from tcal_components.distributed.parallel import ParallelContext, reshard
@@ -65,6 +64,7 @@ class Distiller:
     """
 
     schedule: torch.optim.lr_scheduler.LambdaLR
+    meter: Meter
 
     def __init__(
         self,
@@ -116,8 +116,7 @@ class Distiller:
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["initial_lr"] = peak
         self.schedule = build_schedule(self.optimizer, self.config, step=self.step)
-        self._began = time.perf_counter() - self.seconds
-        self._mark, self._mark_step = time.perf_counter(), self.step
+        self.meter = Meter(self.tokens_a_step, self.ctx.device, step=self.step, seconds=self.seconds)
         if self.best.step is None:
             self.judge()
 
@@ -217,7 +216,7 @@ class Distiller:
     def evaluation(self) -> Iterator[None]:
         """Within it the student is evaluated: without gradients, in evaluation mode, and on nobody's training time."""
         self.student.eval()
-        with self._paused(), torch.no_grad():
+        with self.meter.paused(), torch.no_grad():
             yield
         reshard(self.student)
         self.student.train()
@@ -248,41 +247,19 @@ class Distiller:
 
     # ----------------------------------------------------------------------------------------------- counts and a bar
 
-    @contextmanager
-    def progress_bar(self) -> Iterator[Callable[[float], None]]:
-        """A bar of tokens; yields what moves it by one step, with the step's loss."""
-        with tqdm(
-            total=self.config.steps * self.tokens_a_step, initial=self.step * self.tokens_a_step, unit="tok",
-            unit_scale=True, desc="distill", disable=not self.progress,
-        ) as bar:  # fmt: skip
-
-            def advance(loss: float) -> None:
-                bar.update(self.tokens_a_step)
-                bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-
-            yield advance
+    def progress_bar(self) -> AbstractContextManager[Callable[[float], None]]:
+        """A bar of tokens, in the first process; gives what moves it by one step, called with the step's loss."""
+        return token_bar(self.tokens_a_step, step=self.step, steps=self.config.steps, shown=self.progress)
 
     def speed(self) -> dict[str, float]:
         """Tokens a second since the last call, evaluations and checkpoints left out, and the peak memory of a GPU in GiB."""
-        now = time.perf_counter()
-        rate = (self.step - self._mark_step) * self.tokens_a_step / max(now - self._mark, 1e-9)
-        self._mark, self._mark_step = now, self.step
-        if self.ctx.device.type != "cuda":  # torchtune 0.6.1's get_memory_stats raises on CPU
-            return {"tokens_per_second": rate}
-        peak = torch.cuda.max_memory_allocated(self.ctx.device) / 2**30
-        return {"tokens_per_second": rate, "peak_memory_gib": peak}
+        return self.meter.speed(self.step)
 
     def record(self, row: Mapping[str, float]) -> None:
         """Counts the time of a step, and adds what was measured after it to the curve; an empty row adds nothing."""
-        self.seconds = time.perf_counter() - self._began
+        self.seconds = self.meter.seconds
         if row:
             self.curve.append({"step": self.step, "tokens": self.step * self.tokens_a_step, **row})
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._mark += time.perf_counter() - began
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
@@ -291,7 +268,7 @@ class Distiller:
         if self.run_state is None or self._saved_at == self.step:
             return
         extra = {"curve": self.curve, "seconds": self.seconds, "tokens_per_step": self.tokens_a_step}
-        with self._paused():
+        with self.meter.paused():
             self.run_state.save(self.step, self._state(), {**extra, "best": self.best.extra()})
             self.best.in_checkpoint()
         self._saved_at = self.step
