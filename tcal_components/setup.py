@@ -49,7 +49,7 @@ from tcal_components.distributed import (
     to_storage_dtype,
 )
 from tcal_components.distributed.preemption import StopRequest
-from tcal_components.distributed.watch import Watch
+from tcal_components.distributed.watch import Watch, patient_group
 from tcal_components.evaluation.perplexity import evaluation_batches, perplexity
 from tcal_components.initialize.projections import check_head_sizes
 from tcal_components.models.retained import RetainConfig, resolve_retained
@@ -212,7 +212,14 @@ class Workbench:
             max_seq_len=self.spec.max_seq_len,
         )
         self._check_lengths(longest, {key: self.data[role].seq_len for role, key in ROLES.items()})
-        self.teacher_fingerprint = folder_fingerprint(checkpointer.checkpoint_dir)
+        self.teacher_fingerprint = self._teacher_fingerprint()
+
+    def _teacher_fingerprint(self) -> str:
+        """Read by one process for all: of a large teacher on a slow disk it takes minutes."""
+        found = [folder_fingerprint(self.teacher_checkpointer.checkpoint_dir) if self.ctx.is_first else ""]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(found, src=0, group=patient_group())
+        return found[0]
 
     def _retained(self) -> tuple[int, ...]:
         config = section(RetainConfig, self.cfg.get("retain"), "retain")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-_SAMPLE = 1 << 20
+_PIECE = 1 << 22  # bytes
+_READERS = 4
 
 
 def fingerprint(*parts: Any) -> str:
@@ -25,10 +27,10 @@ def fingerprint(*parts: Any) -> str:
 
 
 def folder_fingerprint(folder: str | Path) -> str:
-    """Hash of a checkpoint folder without reading all of it.
+    """Hash of a checkpoint folder: every byte of its safetensors files and of config.json.
 
-    Of each safetensors file the size, the first and the last mebibyte count (the header with all names and shapes is in
-    the first); config.json counts whole.
+    Files are read side by side, about as fast as the disk gives them; they are in the system's cache afterwards, from which
+    the weights are loaded next.
 
     Args:
         folder: Hugging Face model folder.
@@ -36,18 +38,19 @@ def folder_fingerprint(folder: str | Path) -> str:
     Returns:
         32 hexadecimal digits.
     """
+    paths = [*sorted(Path(folder).glob("*.safetensors")), Path(folder) / "config.json"]
+    paths = [path for path in paths if path.is_file()]  # a pipe would be waited for
+    with ThreadPoolExecutor(_READERS) as pool:
+        digests = list(pool.map(_digest, paths))
+    return fingerprint([(path.name, digest) for path, digest in zip(paths, digests, strict=True)])
+
+
+def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.safetensors")) + [Path(folder) / "config.json"]:
-        if not path.is_file():  # a pipe would be waited for
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as file:
-            digest.update(file.read(_SAMPLE))
-            if size > 2 * _SAMPLE:
-                file.seek(-_SAMPLE, 2)
-            digest.update(file.read(_SAMPLE))
-    return digest.hexdigest()[:32]
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(_PIECE):  # hashing releases the interpreter
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def stored_fingerprint(path: str | Path) -> str | None:

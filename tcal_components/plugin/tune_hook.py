@@ -159,23 +159,38 @@ _HOOKS: dict[str, Callable[[ModuleType], None]] = {
 
 
 def spin_briefly(arguments: Sequence[str]) -> None:
-    """Shorten the busy waiting of OpenMP's threads where one of the project's recipes is run; what the user set stays.
+    """Shorten the busy waiting of OpenMP's threads where one of the project's recipes is run, or a copy of one.
+
+    What the user set stays.
 
     libgomp, which torch brings, reads this once, when it is loaded. By default a thread that is done spins for
     milliseconds before it sleeps. Next to another busy process that takes the core from the very thread it waits for:
-    on two cores with one other busy process, alignment steps took several times as long as with this. On idle cores both
-    are equally fast; never spinning at all (``OMP_WAIT_POLICY=passive``) is slower there.
+    on two cores with two other busy processes, 40 alignment steps of the quickstart took 221 s instead of 15. On idle cores
+    both are equally fast; never spinning at all (``OMP_WAIT_POLICY=passive``) is slower there.
 
     Args:
         arguments: the command line, ``sys.argv``.
     """
+    if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
+        return
     own = {path.stem for path in packaged(RECIPES).glob("*.py")}
     named = any(
         Path(argument).stem in own and (Path(argument).parent.name == RECIPES or "run" in arguments[:place])
         for place, argument in enumerate(arguments)
     )
-    if named and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
+    if named or any(_uses_components(argument) for argument in arguments):
         os.environ["GOMP_SPINCOUNT"] = "1000"
+
+
+def _uses_components(argument: str) -> bool:
+    """Whether an argument is a script that imports this project's components, as a copied recipe does."""
+    if not argument.endswith(".py"):
+        return False
+    try:
+        text = Path(argument).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return re.search(r"^(from|import) tcal_components\b", text, re.MULTILINE) is not None
 
 
 def hooked_spec(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:

@@ -204,6 +204,23 @@ def test_threads_spin_briefly(
     assert environment.get("GOMP_SPINCOUNT") == expected
 
 
+def test_threads_of_a_copied_recipe_spin_briefly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By what it imports: `tune cp` gives it any name."""
+    (tmp_path / "my.py").write_text((REPOSITORY / f"{RECIPE}.py").read_text())
+    (tmp_path / "other.py").write_text("import torch  # no tcal_components\n")
+    monkeypatch.chdir(tmp_path)
+    for arguments, expected in (
+        (["tune", "run", "my.py"], "1000"),
+        ([str(tmp_path / "my.py"), "--config", CONFIG], "1000"),
+        (["tune", "run", "other.py"], None),
+        (["tune", "run", "missing.py"], None),
+    ):
+        environment = {"PATH": os.environ["PATH"]}
+        monkeypatch.setattr(os, "environ", environment)
+        spin_briefly(arguments)
+        assert environment.get("GOMP_SPINCOUNT") == expected, arguments
+
+
 def test_spin_is_set_before_torch_loads(python: Path, tmp_path: Path) -> None:
     """And other programs of the environment do not get it."""
     code = "import os, torch; print(os.environ.get('GOMP_SPINCOUNT'))"
