@@ -11,6 +11,7 @@ from typing import Any
 
 _PIECE = 1 << 22  # bytes
 _READERS = 4
+_SHORT = 24  # characters of a value that is shown
 
 
 def fingerprint(*parts: Any) -> str:
@@ -24,6 +25,39 @@ def fingerprint(*parts: Any) -> str:
     """
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def plain(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs as they come back from JSON, and as :func:`fingerprint` sees them."""
+    found: dict[str, Any] = json.loads(json.dumps(inputs, default=str))
+    return found
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In what inputs differ.
+
+    Args:
+        before: nested values by key, of :func:`plain`.
+        now: likewise.
+
+    Returns:
+        list: such as ``align.steps 8 -> 4``; of long values, such as fingerprints, the key alone.
+    """
+    old, new = _flat(before), _flat(now)
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        if key not in old or key not in new or old[key] != new[key]:
+            values = [json.dumps(side[key]) if key in side else "nothing" for side in (old, new)]
+            short = max(map(len, values)) <= _SHORT
+            found.append(f"{key} {values[0]} -> {values[1]}" if short else key)
+    return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
 
 
 def folder_fingerprint(folder: str | Path) -> str:

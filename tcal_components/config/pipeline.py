@@ -10,7 +10,6 @@ import torch
 from omegaconf import DictConfig
 
 from tcal_components.align.config import AlignConfig
-from tcal_components.checkpoint.fingerprint import fingerprint
 from tcal_components.config import STAGES, ConfigError, Count, OneOf, Range, Settings, keys_of, read, section
 from tcal_components.config.torchtune_keys import taken_top_level
 from tcal_components.config.torchtune_values import read_torchtune_length, read_torchtune_training
@@ -260,39 +259,40 @@ class PipelineConfig:
             bench.log(fact)
         found.raise_for_problems()
 
-    def fingerprints(self, bench: Workbench, *, uses_alignment: bool) -> dict[str, str]:
-        """What each stage's output is made from; a change anywhere upstream changes all that follows.
+    def inputs(self, bench: Workbench) -> dict[str, dict[str, Any]]:
+        """What each stage's output is made from besides what the stage before left.
 
         Args:
             bench: of the same config.
-            uses_alignment: whether the distillation starts from the aligned mixers.
 
         Returns:
-            dict: by stage.
+            dict: by stage, values by the config's keys; texts and the teacher by their fingerprints. Without ``distill`` where
+            the config has no such section.
         """
-        measured = fingerprint(
-            bench.teacher_fingerprint,
-            bench.data_fingerprint("calibration"),
-            str(bench.ctx.dtype),
-            self.precision.teacher,
-        )
-        start = fingerprint(
-            measured,
-            bench.converted,
-            dataclasses.asdict(bench.gdn),
-            dataclasses.asdict(self.start),
-            bench.data_fingerprint("heldout"),
-            bench.seed,
-        )
-        aligned = fingerprint(start, dataclasses.asdict(self.align), bench.data_fingerprint("training"))
-        prints = {"measure": measured, "initialize": start, "align": aligned}
-        if self.distill is None:
-            return {**prints, "distill": ""}  # which no output has
-        plain = {key: dict(self._cfg.get(key) or {}) for key in ("optimizer", "lr_scheduler", "kd_loss")}
-        training = {**dataclasses.asdict(self.distill), **plain}
-        # With `keep_best` the evaluations are where the best weights may come from.
-        watching = ["save_every_steps", "log_every_steps", *(["eval_every_steps"] * (not self.distill.keep_best))]
-        for name in watching:
-            del training[name]
-        ready, text = aligned if uses_alignment else start, bench.data_fingerprint("training")
-        return {**prints, "distill": fingerprint(ready, training, dataclasses.asdict(self.precision), text)}
+        trained_on = bench.data_fingerprint("training")
+        found: dict[str, dict[str, Any]] = {
+            "measure": {
+                "teacher_checkpointer": bench.teacher_fingerprint,
+                "calibration_dataset": bench.data_fingerprint("calibration"),
+                "dtype": str(bench.ctx.dtype),
+                "precision.teacher": self.precision.teacher,
+            },
+            "initialize": {
+                "retain.converted": bench.converted,
+                "model.gdn": dataclasses.asdict(bench.gdn),
+                "initialize": dataclasses.asdict(self.start),
+                "heldout": bench.data_fingerprint("heldout"),
+                "seed": bench.seed,
+            },
+            "align": {"align": dataclasses.asdict(self.align), "dataset": trained_on},
+        }
+        if self.distill is not None:
+            settings = dataclasses.asdict(self.distill)
+            # With `keep_best` the evaluations are where the best weights may come from.
+            watching = ["save_every_steps", "log_every_steps", *(["eval_every_steps"] * (not self.distill.keep_best))]
+            for name in (*watching, "optimizer", "lr_scheduler"):
+                del settings[name]
+            components = {key: dict(self._cfg.get(key) or {}) for key in ("optimizer", "lr_scheduler", "kd_loss")}
+            precision = dataclasses.asdict(self.precision)
+            found["distill"] = {"distill": settings, **components, "precision": precision, "dataset": trained_on}
+        return found

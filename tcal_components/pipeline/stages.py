@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from tcal_components.checkpoint.fingerprint import fingerprint
+from tcal_components.checkpoint.artifacts import load_result
+from tcal_components.checkpoint.fingerprint import changes, fingerprint, plain
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.checkpoint.stage_files import StageFiles
 from tcal_components.config.pipeline import PipelineConfig
@@ -29,6 +31,7 @@ class Stages:
         config: its sections, complete.
 
     Attributes:
+        inputs: what each stage's output is made from, by stage.
         text: fingerprint of the evaluation text.
         mixers: the stage whose mixers the distillation starts from.
         exports: the stage whose student is exported.
@@ -43,31 +46,66 @@ class Stages:
     def __init__(self, bench: Workbench, config: PipelineConfig) -> None:
         self.bench, self.config = bench, config
         self.files = StageFiles(bench.output_dir, config.stages)
-        self.files.prints = prints = config.fingerprints(bench, uses_alignment=self.files.uses_alignment)
-        evaluation = bench.data_fingerprint("evaluation")
-        # The curve in the distillation's state has perplexities, so it is of this evaluation text.
-        self.files.states = {"align": prints["align"], "distill": fingerprint(prints["distill"], evaluation)}
-        self.text = fingerprint(evaluation)
         self.mixers = self.files.mixers
+        evaluation = bench.data_fingerprint("evaluation")
+        self.text = fingerprint(evaluation)
+        self.inputs: dict[str, dict[str, Any]] = {}
+        self.files.prints = self._prints = dict[str, str]()
+        before = {"initialize": "measure", "align": "initialize", "distill": self.mixers}
+        for stage, values in config.inputs(bench).items():
+            self._depends(stage, before.get(stage), values)
+        self._prints.setdefault("distill", "")  # without its section: which no output has
+        # The curve in the distillation's state has perplexities, so it is of this evaluation text.
+        prints = self._prints
+        self.files.states = {"align": prints["align"], "distill": fingerprint(prints["distill"], evaluation)}
         distills = "distill" in config.stages or self.files.current("distill")
         self.exports = "distill" if distills else self.mixers
         # With the evaluation text, because the model card has the perplexities.
-        prints["export"] = fingerprint(prints[self.exports], config.export.settings(), self.text)
+        text = {"validation_dataset": evaluation}
+        self._depends("export", self.exports, {"export": config.export.settings(), **text})
         if config.generation is not None:
             numbers = dataclasses.asdict(config.generation)
-            prints["generate"] = fingerprint(prints[self.exports], numbers, self.text, bench.seed)
+            self._depends("generate", self.exports, {"generation": numbers, **text, "seed": bench.seed})
         self.files.check()
         if config.run.resume_from_checkpoint:
             self.files.check_states()
 
+    def _depends(self, stage: str, before: str | None, values: Mapping[str, Any]) -> None:
+        """Notes what a stage's output is made from: what the stage before left, and values of the config."""
+        made = {} if before is None else {before: self._prints[before]}
+        assert not made.keys() & values.keys(), f"{stage} has two inputs named {before}"
+        self.inputs[stage] = plain({**made, **values})
+        self._prints[stage] = fingerprint(self.inputs[stage])
+
+    def _say_what_is_outdated(self) -> None:
+        """A line for each finished stage whose inputs have changed since; an outdated export says so itself too."""
+        for stage, inputs in self.inputs.items():
+            earlier = load_result(self.bench.output_dir, stage)
+            if earlier is None or earlier["made_of"] == self._prints[stage]:
+                continue
+            known = earlier.get("inputs")
+            why = ", ".join(changes(known, inputs)) if known else "another version of this recipe"
+            if self._is_run(stage):
+                self.bench.log(f"{stage}: made anew, because of {why}")
+            else:
+                self.bench.log(f"{stage}: what is in {self.files.path(stage)} is outdated, because of {why}")
+            if stage == "export" and self.bench.ctx.is_first:
+                self.files.mark_export(why)
+
+    def _is_run(self, stage: str) -> bool:
+        if stage == "generate":  # wherever there is a student
+            return self.exports in self.config.stages or self.files.current(self.exports)
+        return stage in self.config.stages
+
     def open_report(self) -> Report:
-        """Removes what a killed run was writing, and begins the report with what finished stages have said.
+        """Says what is outdated, and begins the report with what finished stages of the same inputs have said.
 
         Returns:
             Report: of the run.
         """
         if self.bench.ctx.is_first:
             self.files.sweep()
+        self._say_what_is_outdated()
         self.report = Report(
             self.bench.output_dir,
             "taylor_calibrate_kd",
@@ -120,7 +158,9 @@ class Stages:
         Yields:
             StageClock: takes tokens and numbers.
         """
-        with self.report.stage(stage, made_of=self.files.prints[stage], text=self.text, resumed=resumed) as clock:
+        with self.report.stage(
+            stage, made_of=self._prints[stage], inputs=self.inputs[stage], text=self.text, resumed=resumed
+        ) as clock:
             yield clock
         self.bench.log(stage_line(self.report.data, stage))
 

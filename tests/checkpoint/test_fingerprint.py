@@ -2,7 +2,7 @@
 
 import pytest
 
-from tcal_components.checkpoint.fingerprint import folder_fingerprint
+from tcal_components.checkpoint.fingerprint import changes, folder_fingerprint, plain
 
 SIZE = 5 << 20
 
@@ -34,3 +34,10 @@ def test_what_counts(folder):
     assert changed != before
     (folder / "a.safetensors").rename(folder / "c.safetensors")
     assert folder_fingerprint(folder) != changed
+
+
+def test_what_has_changed_is_named():
+    before = plain({"align": {"steps": 8, "joint": {"steps": 0}}, "dataset": ["0" * 32, 64], "seed": 0, "gone": 1})
+    now = plain({"align": {"steps": 4, "joint": {"steps": 0}}, "dataset": ["1" * 32, 64], "seed": 0, "new": None})
+    assert changes(before, now) == ["align.steps 8 -> 4", "dataset", "gone 1 -> nothing", "new nothing -> null"]
+    assert changes(before, before) == []

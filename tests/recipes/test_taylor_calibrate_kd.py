@@ -228,6 +228,35 @@ def test_finished_stages_are_not_run_again(again, run_main, quick_args):
     assert [row["tokens"] for row in second["recovery_curve"]] == [4096, 4352, 4608]
 
 
+def test_a_run_says_what_is_outdated_and_why(again, run_main, quick_args, caplog):
+    """Also of stages that it does not run; the exported folder says so itself, until it is made anew."""
+
+    def said(*changes):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            run_main(quick_args(again, *changes))
+        return [line for line in caplog.messages if "because of" in line]
+
+    assert said() == []
+    card = again / "export" / "README.md"
+    before = card.read_text()
+    assert said("stages=[measure,initialize,align]", "align.steps=4", "distill.tokens=512") == [
+        "align: made anew, because of align.steps 8 -> 4",
+        f"distill: what is in {again}/distill/student.safetensors is outdated, because of align, distill.tokens 3072 -> 512",
+        f"export: what is in {again}/export is outdated, because of align, distill",
+        "generate: made anew, because of align, distill",
+    ]
+    first, _, *rest = card.read_text().split("\n")
+    assert first.startswith("> **Outdated:**") and "because" not in first and rest == before.split("\n")
+    assert said("validation_dataset.max_tokens=1024", "align.steps=4", "distill.tokens=512") == [
+        "generate: made anew, because of align, distill, validation_dataset"
+    ], "of what was made from the alignment before this one, no result is left"
+    assert "Outdated" not in card.read_text()
+    assert said("align.steps=4", "distill.tokens=512", "stages=[measure]")[:1] == [
+        f"export: what is in {again}/export is outdated, because of validation_dataset"
+    ]
+
+
 def test_an_output_of_other_settings_is_not_used(again, run_main, quick_args, capsys):
     for stages, change, said in (
         ("distill,export", "align.lr=1.0e-3", "the output of align in"),
