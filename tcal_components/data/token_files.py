@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -100,12 +101,10 @@ class TokenFiles:
             find: gives what JSON can hold.
         """
         path, made_of = self.folder / f"{name}.json", fingerprint([self.made_of[text] for text in texts])
-        kept = None
+        kept: dict[str, Any] = {}
         if is_first():
-            try:
+            with contextlib.suppress(OSError, ValueError):
                 kept = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                kept = None
             if not isinstance(kept, dict) or kept.get("made_of") != made_of or "found" not in kept:
                 kept = {"made_of": made_of, "found": find()}
                 with replacing(path) as temporary:
