@@ -10,7 +10,7 @@ from tcal_components.align.config import AlignConfig
 from tcal_components.assets import asset_path
 from tcal_components.checkpoint.teacher import load_teacher_state_dict
 from tcal_components.config import ConfigError
-from tcal_components.data import packed_text
+from tcal_components.data import HFTokenizer, packed_text
 from tcal_components.setup import COMMON_KEYS, Workbench
 
 
@@ -249,3 +249,13 @@ def test_alignments_of_an_ablation_fit_too(make):
     bench._check_lengths({"teacher_model": 64, "model": 64}, lengths)
     with pytest.raises(ConfigError, match="^alignments.long.seq_len is 64, but model.max_seq_len is 40$"):
         bench._check_lengths({"teacher_model": 64, "model": 40}, lengths)
+
+
+def test_a_second_start_does_not_call_the_tokenizer(make, monkeypatch):
+    def length_and_text(bench):
+        return bench.training_data(16, 256).tokens.tolist(), bench.provenance()
+
+    first = length_and_text(make())
+    for name in ("encode", "encode_batch", "encode_pieces", "tokenize_messages", "decode"):
+        monkeypatch.setattr(HFTokenizer, name, lambda *args, name=name, **kwargs: pytest.fail(f"{name} was called"))
+    assert length_and_text(make()) == first

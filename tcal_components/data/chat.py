@@ -12,7 +12,7 @@ from tcal_components.data.disjoint import PackedDocument, document_digest
 from tcal_components.data.packed import IGNORE_INDEX, Pack, PackedTextDataset
 from tcal_components.data.sources import first_line, is_local, require_file
 
-_BUILDERS = ("json", "csv", "text", "parquet", "arrow")  # sources of datasets that read data_files here
+BUILDERS = ("json", "csv", "text", "parquet", "arrow")  # sources of datasets that read data_files here
 
 
 def from_torchtune(
@@ -170,7 +170,7 @@ def _built(dataset: Mapping[str, Any], tokenizer: Any) -> Any:
 
 def _check_files(dataset: Mapping[str, Any]) -> None:
     """Refuses files that are missing or cannot be read to their end, which datasets would look for on a hub or wait for."""
-    names = dataset.get("data_files" if dataset.get("source") in _BUILDERS else "source")
+    names = dataset.get("data_files" if dataset.get("source") in BUILDERS else "source")
     for name in [names] if isinstance(names, str) or not isinstance(names, Sequence) else names:
         if not isinstance(name, str) or any(sign in name for sign in ("*", "?", "[", "://")):
             continue

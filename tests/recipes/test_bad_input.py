@@ -145,7 +145,8 @@ def test_refused(refused, tmp_path, change, said):
     # The command line merges mappings, so `retain` as a whole replaces the layers of the file.
     changes = [change, "retain.layers=null"] if change.startswith("retain={") else [change]
     assert said in refused(*changes)
-    assert not list(tmp_path.glob("out/*/*")), "nothing was computed"
+    computed = [path for path in tmp_path.glob("out/*/*") if path.parent.name != "tokens"]
+    assert not computed, "nothing was computed; text that has been tokenised is of use to the next run"
 
 
 def test_no_output_dir(refused):
