@@ -41,12 +41,15 @@ def read_json_object(path: Path) -> dict[str, Any]:
         json.dumps(content, ensure_ascii=False).encode()  # half a character, \ud800, is JSON but no text
     except RecursionError:
         raise ValueError(f"{path} is not valid JSON: nested too deeply") from None
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from error
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{path} holds half a surrogate pair, which is no text") from error
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; a JSON object is needed")
+        kind = "null" if content is None else f"a {type(content).__name__}"
+        raise ValueError(f"{path} holds {kind}; a JSON object is needed")
     return content
 
 

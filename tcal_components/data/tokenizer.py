@@ -1,6 +1,5 @@
 """A torchtune tokenizer read from the ``tokenizer.json`` of a Hugging Face folder."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -12,6 +11,7 @@ from tokenizers import Encoding, Tokenizer
 from torchtune.data import Message
 
 from tcal_components.assets import resolve
+from tcal_components.config import read_json_object
 from tcal_components.data.sources import first_line
 
 # Where a folder names its special tokens, in the order in which they are asked.
@@ -49,7 +49,7 @@ class HFTokenizer:
     def __init__(self, folder: Path, *, max_seq_len: int | None = None) -> None:
         self.folder = folder
         self.max_seq_len = max_seq_len
-        self._configs = {name: _read_json(folder / name) for name in _CONFIG_FILES if (folder / name).is_file()}
+        self._configs = {name: read_json_object(folder / name) for name in _CONFIG_FILES if (folder / name).is_file()}
         if not self._configs:
             raise ValueError(f"{folder} has tokenizer.json but none of {', '.join(_CONFIG_FILES)} beside it")
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -78,7 +78,7 @@ class HFTokenizer:
             if key.endswith("_token"):
                 value = value.get("content") if isinstance(value, dict) else value
                 if isinstance(value, str):
-                    token_id = self.tokenizer.token_to_id(_text(value, f"{self.folder / name}: {key}"))
+                    token_id = self.tokenizer.token_to_id(value)
                     return [] if token_id is None else [token_id]
                 expected, right = "text", value is None
             else:
@@ -362,16 +362,6 @@ def _joint(left: Encoding, right: Encoding, begin: int) -> tuple[int, int] | Non
         if place >= 3 * _CONTEXT and j is not None and left.ids[i : i + _AGREEING] == right.ids[j : j + _AGREEING]:
             return i, j
     return None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, an endless number; too deep
-        raise ValueError(f"{path} is not valid JSON: {first_line(error)}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
 
 
 def _text(value: str, where: str) -> str:

@@ -149,7 +149,9 @@ def test_missing_folder_and_config(tmp_path):
     assert "has no config.json" in refusal(tmp_path, FileNotFoundError)
 
 
-@pytest.mark.parametrize(("content", "message"), [("{", "is not valid JSON"), ("[]", "holds a list")])
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "is not valid JSON"), ("[]", "holds a list"), ("null", "holds null")]
+)
 def test_broken_config(single, content, message):
     (single / "config.json").write_text(content)
     assert message in refusal(single)

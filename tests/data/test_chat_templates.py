@@ -169,10 +169,10 @@ def test_padding_is_no_token_of_a_prompt(variant):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object, got list"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds a list; a JSON object is needed"),
         ("tokenizer_config.json", '{"eos_token": 5}', "tokenizer_config.json: eos_token is 5, expected text"),
         ("tokenizer_config.json", '{"eos_token": {"content": []}}', "eos_token is .*expected text"),
-        ("tokenizer_config.json", '{"eos_token": "\\ud800"}', "eos_token holds half a surrogate pair"),
+        ("tokenizer_config.json", '{"eos_token": "\\ud800"}', "tokenizer_config.json holds half a surrogate pair"),
         ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not valid JSON"),
         ("tokenizer_config.json", '{"a": ' + "9" * 5000 + "}", "tokenizer_config.json is not valid JSON"),
         (
@@ -182,7 +182,7 @@ def test_padding_is_no_token_of_a_prompt(variant):
         ),
         ("generation_config.json", '{"eos_token_id": [2, null]}', "eos_token_id is .*expected an id"),
         ("generation_config.json", '{"eos_token_id": true}', "eos_token_id is True, expected an id"),
-        ("config.json", "\xff", "config.json is not valid JSON"),
+        ("config.json", "\xff", "config.json is not UTF-8 text"),
         ("tokenizer.json", "[" * 100_000, "cannot read .*tokenizer.json as a tokenizer"),
         ("tokenizer.json", '{"model": 1}', "cannot read .*tokenizer.json as a tokenizer"),
     ],

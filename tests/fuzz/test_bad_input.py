@@ -140,13 +140,13 @@ def mutated(draw, tree, most=3):
         parent, key = parent_of(tree, path), path[-1]
         kind = draw(st.sampled_from(["value"] * 8 + ["remove", "rename", "add", "swap", "wrap", "parent"]))
         if kind == "value":
-            parent[key] = draw(nasty)
+            parent[key] = copy.deepcopy(draw(nasty))  # which the next change may be made within
         elif kind == "remove":
             del parent[key]
         elif kind == "rename" and isinstance(parent, dict):
             parent[draw(st.sampled_from([*WORDS, f"{key}s", str(key)[1:], str(key).upper()]))] = parent.pop(key)
         elif kind == "add" and isinstance(parent, dict):
-            parent[draw(st.sampled_from(WORDS))] = draw(nasty)
+            parent[draw(st.sampled_from(WORDS))] = copy.deepcopy(draw(nasty))
         elif kind == "swap":
             other = draw(st.sampled_from(known))
             with contextlib.suppress(KeyError, IndexError, TypeError):
