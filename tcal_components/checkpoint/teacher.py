@@ -126,7 +126,7 @@ def check_token_ids(folder: Path, vocab_size: int) -> None:
             for index in value if isinstance(value, list) else [value]:
                 if type(index) is not int or index >= vocab_size:
                     raise ValueError(
-                        f"{folder / name}: {key} is {value!r}; the embedding has rows for the ids 0 to {vocab_size - 1}"
+                        f"{folder / name}: {key} is {shown(value)}; the embedding has rows for the ids 0 to {vocab_size - 1}"
                     )
 
 

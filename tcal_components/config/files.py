@@ -48,9 +48,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        kind = "null" if content is None else f"a {type(content).__name__}"
-        raise ValueError(f"{path} holds {kind}; a JSON object is needed")
+        raise ValueError(f"{path} holds {json_kind(content)}; a JSON object is needed")
     return content
+
+
+def json_kind(value: Any) -> str:
+    """What a value read from JSON is, as messages call it."""
+    return "null" if value is None else f"a {type(value).__name__}"
 
 
 def check_output_dir(folder: Path, *, inputs: Sequence[Path] = ()) -> None:

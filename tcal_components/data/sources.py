@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tcal_components.assets import PREFIX, resolve
+from tcal_components.config.files import json_kind
 from tcal_components.data.long_rows import read_string, text_begins
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -163,6 +164,8 @@ def hub_commit(source: str, subset: str | None, revision: str | None) -> str:
 
 def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
+    if isinstance(error, UnicodeError):  # which speaks of Python's codecs
+        return "its text is not UTF-8"
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -254,7 +257,7 @@ def _json_object(line: bytes, text_column: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # an endless number; too deep
         raise ValueError(f"{where} is not valid JSON: {first_line(error)}") from error
     if not isinstance(item, dict):
-        raise ValueError(f"{where} must be a JSON object with the column {text_column!r}, got {type(item).__name__}")
+        raise ValueError(f"{where} must be a JSON object with the column {text_column!r}, got {json_kind(item)}")
     return item
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -91,6 +91,10 @@ WORDS += ["torch.nn.Linear", "builtins.dict", "builtins.len", "torch", "torch.nn
 WORDS += ["tcal_components.data.packed_text", "torchtune.training.FullModelHFCheckpointer", "torch.optim.SGD"]
 
 
+# What of several deep values within one another would be beyond this file's own recursion.
+DEEPEST = 160
+
+
 def nested(depth, kind):
     """A list or mapping so many levels deep."""
     value = 1
@@ -134,6 +138,7 @@ def mutated(draw, tree, most=3):
     tree = copy.deepcopy(tree)
     for _ in range(draw(st.integers(1, most))):
         known = list(places(tree))
+        assume(all(len(path) < DEEPEST for path in known))
         if not known:
             break
         path = draw(st.sampled_from(known))
@@ -159,6 +164,7 @@ def mutated(draw, tree, most=3):
             )
         elif kind == "parent":
             parent[key] = copy.deepcopy(parent)
+    assume(all(len(path) < DEEPEST for path in places(tree)))
     return json_like(tree)
 
 
