@@ -12,6 +12,7 @@ from torchtune.data import Message
 
 from tcal_components.assets import resolve
 from tcal_components.config import read_json_object
+from tcal_components.config.schema import shown
 from tcal_components.data.sources import first_line
 
 # Where a folder names its special tokens, in the order in which they are asked.
@@ -87,7 +88,7 @@ class HFTokenizer:
                 if right and any(i >= 0 for i in ids):  # -1 stands for none in older files
                     return [i for i in ids if i >= 0]
             if not right:
-                raise ValueError(f"{self.folder / name}: {key} is {given!r}, expected {expected}")
+                raise ValueError(f"{self.folder / name}: {key} is {shown(given)}, expected {expected}")
         return []
 
     def _added_before_text(self) -> list[int]:
