@@ -253,6 +253,13 @@ def test_interpolation_of_nothing_is_the_users_too(capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_a_long_word_is_shown_short(capsys):
+    with pytest.raises(SystemExit), one_line_errors():
+        raise ConfigError(f"unknown key {'x' * 5000} in align; allowed: steps")
+    line = capsys.readouterr().err
+    assert len(line) < 400 and line.endswith("x in align; allowed: steps\n") and "x...x" in line
+
+
 def test_keys_that_others_refer_to_may_stand_beside_the_known_ones():
     cfg = OmegaConf.create(
         {"folder": "/tmp/a", "output_dir": "${folder}/b", "seed": "${numbers.seed}", "numbers": {"seed": 3}}

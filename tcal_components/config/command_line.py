@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ def _refuse(error: Exception) -> NoReturn:
     told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     line = " ".join(told.split())
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    line = re.sub(r"(\S{200})\S{200,}(\S{100})", r"\1...\2", line)  # a key of thousands of characters
     print(f"error: {line}", file=sys.stderr, flush=True)
     raise SystemExit(2) from error
 
