@@ -325,7 +325,7 @@ def test_weights_outside_the_range_of_the_dtype(refused, teacher):
         ("blank.jsonl", '{"text": "  "}\n\n', "no text in"),
         ("short.txt", "A few words.", "text shorter than one sequence"),
         ("broken.jsonl", '{"text": "fine"}\n{"text": \n', "line 2 is not valid JSON"),
-        ("list.jsonl", "[1]\n", "line 1 must be a JSON object with the column 'text', got list"),
+        ("list.jsonl", "[1]\n", "line 1 must be a JSON object with the column 'text', got a list"),
         ("column.jsonl", '{"body": "words"}\n', "no text column 'text' in"),
         ("number.jsonl", '{"text": 5}\n', "line 1: column 'text' must hold text, got int"),
         ("binary.txt", b"\xff\xfe\x00", "is not UTF-8 text"),
