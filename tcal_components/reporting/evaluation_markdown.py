@@ -1,4 +1,4 @@
-"""Tables of the ``evaluation`` section of a report: models side by side."""
+"""Tables of the sections ``evaluation``, ``generation`` and ``continuations`` of a report: models side by side."""
 
 from __future__ import annotations
 
@@ -133,6 +133,55 @@ def _lm_eval(evaluation: Mapping[str, Any]) -> str:
     return table(("task", "metric", *names), rows) if rows else ""
 
 
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{100 * value:.1f} %"
+
+
+def _continuations(section: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            name,
+            row["agreement_tokens"],
+            _percent(row["equal_tokens"]),
+            _percent(row["win_or_tie"]),
+            row["teacher_nll"]["greedy"],
+            row["teacher_nll"]["sampled"],
+            _percent(row["repetition"]["greedy"]),
+            _percent(row["repetition"]["sampled"]),
+        )
+        for name, row in section["models"].items()
+    ]
+    header = (
+        "model",
+        "first tokens as the teacher's",
+        "equal tokens",
+        "win or tie",
+        "teacher's nats a token, greedy",
+        "sampled",
+        "repeated 4-grams, greedy",
+        "sampled",
+    )
+    note = (
+        f"{section['new_tokens']} tokens after each of {section['prompts']} held-out prompts, greedy and sampled at "
+        f"temperature {section['temperature']:g}. Win or tie: prompts after which the teacher finds the greedy text at "
+        "least as likely as its own.\n\n"
+    )
+    return note + table(header, rows)
+
+
+def _answers(generation: Mapping[str, Mapping[str, float]]) -> str:
+    tasks = {task: row for task, row in generation.items() if task != "continuation"}
+    if not tasks:
+        return ""
+    models = [name for name in next(iter(tasks.values())) if name != "win_or_tie"]
+    rows = [
+        (task, *(_percent(row.get(name)) for name in models), _percent(row.get("win_or_tie")))
+        for task, row in tasks.items()
+    ]
+    note = "Share of right answers, which the model writes itself; win or tie is the first student's, by example.\n\n"
+    return note + table(("task", *models, "win or tie"), rows)
+
+
 def evaluation_sections(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     """``(title, body)`` of every table that ``evaluation`` has numbers for; an empty body where it has none."""
     return [
@@ -142,4 +191,13 @@ def evaluation_sections(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Agreement with the teacher", _agreement(evaluation)),
         ("Speed and cache", _speed(evaluation.get("speed") or [])),
         ("lm-eval", _lm_eval(evaluation)),
+    ]
+
+
+def generation_sections(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """``(title, body)`` of both tables; an empty body where there are no numbers."""
+    section = report.get("continuations")
+    return [
+        ("Continuations of held-out text", _continuations(section) if section else ""),
+        ("Generated answers", _answers(report.get("generation") or {})),
     ]

@@ -8,8 +8,7 @@ from typing import Any
 
 from tcal_components.checkpoint.artifacts import replacing
 from tcal_components.reporting._format import short_number, short_tokens, table
-from tcal_components.reporting.evaluation_markdown import evaluation_sections
-from tcal_components.reporting.generation_markdown import generation_sections
+from tcal_components.reporting.evaluation_markdown import evaluation_sections, generation_sections
 
 _STAGE_ROWS = (
     ("naive", "naive copy, library defaults"),

@@ -5,8 +5,8 @@ import re
 import pytest
 import yaml
 
+from tcal_components.ablation.tables import fewer_tokens_table, recovery_table
 from tcal_components.reporting import Report, render_markdown, render_model_card, teacher_license, write_model_card
-from tcal_components.reporting.ablation import fewer_tokens_table, recovery_table
 
 
 def test_markdown_holds_the_numbers_and_their_ratios(report):
