@@ -126,12 +126,37 @@ def spin_briefly(arguments: Sequence[str]) -> None:
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
+def _no_word_of_kernels(record: Any) -> bool:
+    return "Skipping import of cpp extensions" not in record.getMessage()
+
+
+def quiet_torchao(arguments: Sequence[str]) -> None:
+    """Keep one line of torchao's off the console of ``tune`` and of scripts that use this project.
+
+    torchao 0.13 to 0.15, which torchtune 0.6.1 needs, says at import that its kernels are of an older torch. Nothing here
+    uses them.
+
+    Args:
+        arguments: the command line, ``sys.argv``.
+    """
+    command = Path(arguments[0]) if arguments and arguments[0] else Path("-")
+    try:
+        ours = command.stem == "tune" or (command.suffix == ".py" and b"tcal_components" in command.read_bytes())
+    except OSError:
+        return
+    if ours:
+        import logging  # not at the start of every interpreter
+
+        logging.getLogger("torchao").addFilter(_no_word_of_kernels)
+
+
 class _Finder:
     """Meta-path finder that runs a hook after one of the awaited modules was executed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name == "torch":
             spin_briefly(getattr(sys, "argv", ()))
+            quiet_torchao(getattr(sys, "argv", ()))
         hook = _HOOKS.get(name)
         if hook is None:
             return None
