@@ -243,7 +243,7 @@ class TaylorCalibrateKD:
             sums = measure(
                 self.teacher,
                 range(self.bench.spec.num_layers),
-                self.bench.calibration_batches(self.config.measure.batch_size),
+                list(self.bench.calibration_batches(self.config.measure.batch_size)),
                 block_size=self.config.measure.query_block,
                 autocast_dtype=self.ctx.autocast_dtype,
             )
