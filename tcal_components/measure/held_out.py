@@ -24,7 +24,7 @@ def diagnose(
     batches: Iterable[Mapping[str, Any]],
     *,
     autocast_dtype: torch.dtype | None = None,
-    progress: str | None = "describe",
+    progress: str | None = "gates and half-lives",
 ) -> dict[int, dict[str, Any]]:
     """Runs mixers on the inputs of the teacher's layers.
 
@@ -40,6 +40,7 @@ def diagnose(
     """
     layers = sorted(int(layer) for layer in mixers)
     sums: dict[int, HeldoutSums] = {}
+    batches = list(batches)  # so that the bar knows how many
     for batch in tqdm(batches, desc=progress, unit="batch", disable=progress is None or rank() != 0):
         valid: Tensor = batch_documents(batch) >= 0
 
