@@ -36,6 +36,7 @@ from tcal_components.config import (
     resolve_assets,
     section,
 )
+from tcal_components.config.torchtune_components import read_torchtune_texts
 from tcal_components.distributed import setup_process_group
 from tcal_components.distributed.preemption import one_line_ending
 from tcal_components.evaluation.agreement import agreement
@@ -136,6 +137,7 @@ def check_config(cfg: DictConfig) -> Run:
     """Reads the whole config before any weight is loaded; every mistake is one line."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("evaluate_hybrid runs as one process; start it without --nproc_per_node")
+    read_torchtune_texts(cfg, ("validation_dataset",))
     check_top_level(cfg, _KEYS)
     run = read(EvaluateConfig, cfg)
     resolve_assets(cfg)

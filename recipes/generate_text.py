@@ -41,6 +41,7 @@ from tcal_components.config import (
     resolve_assets,
     section,
 )
+from tcal_components.config.torchtune_components import read_torchtune_texts
 from tcal_components.data import PackedTextDataset
 from tcal_components.data.generated import GeneratedText
 from tcal_components.distributed import setup_process_group
@@ -105,6 +106,7 @@ def check_config(cfg: DictConfig) -> Run:
     """Reads the whole config before any weight is loaded; every mistake is one line."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("generate_text runs as one process; start it without --nproc_per_node")
+    read_torchtune_texts(cfg, ("prompt_dataset",))
     check_top_level(cfg, [*keys_of(_Keys), "generate_text", "teacher", "tokenizer", "prompt_dataset"])
     run = read(_Keys, cfg)
     resolve_assets(cfg)

@@ -25,7 +25,6 @@ from tcal_components.checkpoint.artifacts import replacing
 from tcal_components.checkpoint.fingerprint import fingerprint
 from tcal_components.checkpoint.stage_files import StageFiles
 from tcal_components.config import ConfigError, Count, OneOf, Range, Settings, command_line, one_line_errors, section
-from tcal_components.data.roles import recut
 from tcal_components.distributed.preemption import Stopped, one_line_ending, stop_on_signals
 from tcal_components.evaluation.perplexity import evaluation_batches
 from tcal_components.initialize.initialize import StartConfig, initialize_mixers
@@ -96,7 +95,7 @@ class SelectLayers:
     def __init__(self, cfg: DictConfig) -> None:
         cfg.retain = {"layers": []}  # every layer gets a mixer
         self.bench = bench = Workbench(cfg, extra_keys=("select", "initialize"))
-        self.cfg, self.ctx, self.out = cfg, bench.ctx, bench.output_dir
+        self.ctx, self.out = bench.ctx, bench.output_dir
         self.select = section(SelectConfig, cfg.get("select"), "select")
         self.start = section(MeasuredStart, cfg.get("initialize"), "initialize")
         self.align_config = section(AlignConfig, cfg.get("align"), "align")
@@ -230,7 +229,7 @@ class SelectLayers:
         if not self.report.finished("align"):
             # Cut to another length it must not run into the text that layers are scored on.
             tokens = min(config.text_tokens, bench.data["calibration"].num_tokens)
-            text = recut(self.cfg.calibration_dataset, bench.tokenizer, seq_len=config.seq_len, max_tokens=tokens)
+            text = bench.training_data(config.seq_len, tokens, role="calibration")
             resume = state.begin(files.prints["align"]) and state.latest() is not None
             with (
                 stop_on_signals() as stop,

@@ -38,8 +38,10 @@ from tcal_components.config import (
     resolve_assets,
     section,
 )
+from tcal_components.config.torchtune_components import read_torchtune_components
 from tcal_components.data import BatchStream, PackedTextDataset, prepare_batch
 from tcal_components.data.roles import build_roles, check_cut, provenance, recut
+from tcal_components.data.token_files import TokenFiles
 from tcal_components.distributed import (
     ParallelContext,
     check_cpu_offload,
@@ -48,7 +50,7 @@ from tcal_components.distributed import (
     to_storage_dtype,
 )
 from tcal_components.distributed.preemption import StopRequest
-from tcal_components.distributed.watch import Watch
+from tcal_components.distributed.watch import Watch, patient_group
 from tcal_components.evaluation.perplexity import evaluation_batches, perplexity
 from tcal_components.initialize.projections import check_head_sizes
 from tcal_components.models.retained import RetainConfig, resolve_retained
@@ -92,7 +94,8 @@ class BenchConfig(RunConfig):
     save_every: Steps = 100
 
 
-COMMON_KEYS = (*COMPONENTS, *keys_of(BenchConfig), "retain", "parallel", "align")
+# `checkpointer` is torchtune's name for the teacher's where a config has no other.
+COMMON_KEYS = (*COMPONENTS, "checkpointer", *keys_of(BenchConfig), "retain", "parallel", "align")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,7 @@ class Workbench:
         spec: shape of the teacher.
         gdn: shape of the mixers, sizes filled in.
         retained, converted: layer indices.
+        token_files: where the texts are kept, so that they are tokenised once.
         longest: tokens of the longest sequence for which teacher and student are built.
         data: packed datasets by role: ``calibration``, ``heldout``, ``training``, ``evaluation``.
 
@@ -146,6 +150,7 @@ class Workbench:
         resumes: str = "the same command",
     ) -> None:
         self.resumes = resumes
+        read_torchtune_components(cfg, TEXTS)
         check_top_level(cfg, [*COMMON_KEYS, *extra_keys, *extra_components])
         for key in COMPONENTS:
             if cfg.get(key) is None:
@@ -201,15 +206,24 @@ class Workbench:
         self._check_lengths(longest, lengths)
         check_output_dir(self.output_dir, inputs=[checkpointer.checkpoint_dir])
         self._lock = lock_folder(self.output_dir) if self.ctx.is_first else None
+        made_of: Any = OmegaConf.to_container(cfg.tokenizer, resolve=True)
+        self.token_files = TokenFiles(self.output_dir / "tokens", self.tokenizer, made_of)
         self.data = build_roles(
             self.cfg,
-            self.tokenizer,
+            self.token_files,
             heldout_seq_len=align.seq_len,
             heldout_tokens=align.heldout_batches * align.batch_size * align.seq_len,
             max_seq_len=self.spec.max_seq_len,
         )
         self._check_lengths(longest, {key: self.data[role].seq_len for role, key in ROLES.items()})
-        self.teacher_fingerprint = folder_fingerprint(checkpointer.checkpoint_dir)
+        self.teacher_fingerprint = self._teacher_fingerprint()
+
+    def _teacher_fingerprint(self) -> str:
+        """Read by one process for all: of a large teacher on a slow disk it takes minutes."""
+        found = [folder_fingerprint(self.teacher_checkpointer.checkpoint_dir) if self.ctx.is_first else ""]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(found, src=0, group=patient_group())
+        return found[0]
 
     def _retained(self) -> tuple[int, ...]:
         config = section(RetainConfig, self.cfg.get("retain"), "retain")
@@ -426,18 +440,19 @@ class Workbench:
         text = self.training_data(joint.seq_len, config.text_tokens + joint.text_tokens)
         return self.stream(text, joint.batch_size, seed=seed)
 
-    def training_data(self, seq_len: int, max_tokens: int | None) -> PackedTextDataset:
+    def training_data(self, seq_len: int, max_tokens: int | None, role: str = "training") -> PackedTextDataset:
         """Training text cut to another sequence length.
 
         Args:
             seq_len: tokens a sequence.
             max_tokens: read no more than this; never more than the config's own ``max_tokens``, behind which other
                 parts of the same source may lie.
+            role: the part of the text to train on.
 
         Returns:
-            PackedTextDataset: the beginning of the training text.
+            PackedTextDataset: its beginning.
         """
-        return recut(self.cfg.dataset, self.tokenizer, seq_len=seq_len, max_tokens=max_tokens)
+        return recut(self.token_files, role, self.cfg[ROLES[role]], seq_len=seq_len, max_tokens=max_tokens)
 
     def perplexity(self, model: nn.Module, weights: Mapping[str, Tensor] | None = None, label: str = "") -> float:
         """Perplexity on the evaluation text.

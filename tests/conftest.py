@@ -1,10 +1,16 @@
 """Tiny teachers and batches that several folders of tests share."""
 
+import signal
+
 import pytest
 import torch
 
 from tcal_components.models._decoder import build_decoder
 from tcal_components.modules.spec import DecoderSpec
+
+# A shell's background process and nohup ignore these, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SPEC = {
     "family": "llama3_2",

@@ -10,7 +10,7 @@ from tcal_components.align.config import AlignConfig
 from tcal_components.assets import asset_path
 from tcal_components.checkpoint.teacher import load_teacher_state_dict
 from tcal_components.config import ConfigError
-from tcal_components.data import packed_text
+from tcal_components.data import HFTokenizer, packed_text
 from tcal_components.setup import COMMON_KEYS, Workbench
 
 
@@ -183,12 +183,25 @@ def test_batch_sizes_are_of_all_processes(make):
         bench.check_batch_size(3, "align.batch_size")
 
 
-def test_chat_data_cannot_calibrate(make):
-    chat = {"_component_": "tcal_components.data.packed_chat", "seq_len": 32, "dataset": {"_component_": "x"}}
+def test_samples_can_calibrate(make, samples):
+    """The text that layers are judged by follows in the same samples, whatever the padding; none is in both, none is lost."""
+    bench = make(calibration_dataset={**samples, "max_sequences": 3})
+    calibration, heldout = bench.data["calibration"], bench.data["heldout"]
+    numbers = [[int(d.where.split()[-1]) for d in part.documents] for part in (calibration, heldout)]
+    assert numbers[0] + numbers[1] == list(range(len(numbers[0]) + len(numbers[1]))) and min(map(len, numbers)) > 1
+    assert len(calibration) == 3 and len(heldout) == 8 and heldout.seq_len == 32
     with pytest.raises(
-        ValueError, match="calibration_dataset._component_ 'tcal.*' does not fit: it takes no skip_tokens"
+        ConfigError, match="leaves no text to judge layers by: .* lower its max_sequences or give more text"
     ):
-        make(calibration_dataset=chat)
+        make(calibration_dataset=samples)
+
+
+def test_text_that_cannot_be_skipped_cannot_calibrate(make, texts):
+    own = {"_component_": f"{__name__}.endless", "source": str(texts), "seq_len": 32}
+    with pytest.raises(
+        ValueError, match="calibration_dataset._component_ '.*endless' does not fit: it takes no skip_tokens"
+    ):
+        make(calibration_dataset=own)
 
 
 @pytest.mark.parametrize(
@@ -236,3 +249,13 @@ def test_alignments_of_an_ablation_fit_too(make):
     bench._check_lengths({"teacher_model": 64, "model": 64}, lengths)
     with pytest.raises(ConfigError, match="^alignments.long.seq_len is 64, but model.max_seq_len is 40$"):
         bench._check_lengths({"teacher_model": 64, "model": 40}, lengths)
+
+
+def test_a_second_start_does_not_call_the_tokenizer(make, monkeypatch):
+    def length_and_text(bench):
+        return bench.training_data(16, 256).tokens.tolist(), bench.provenance()
+
+    first = length_and_text(make())
+    for name in ("encode", "encode_batch", "encode_pieces", "tokenize_messages", "decode"):
+        monkeypatch.setattr(HFTokenizer, name, lambda *args, name=name, **kwargs: pytest.fail(f"{name} was called"))
+    assert length_and_text(make()) == first

@@ -31,8 +31,9 @@ from tcal_components.config import (
     section,
 )
 from tcal_components.distill.config import DistillConfig, DistillResult
+from tcal_components.distill.gradient import NonFiniteLossError
+from tcal_components.distill.loop import distill
 from tcal_components.distill.loss import build_loss
-from tcal_components.distill.trainer import NonFiniteLossError, distill
 from tcal_components.distributed.preemption import stop_on_signals
 from tcal_components.evaluation.load import free
 from tcal_components.modules.conversion import student_state_dict

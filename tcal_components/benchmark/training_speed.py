@@ -17,7 +17,7 @@ from tcal_components.align.config import AlignConfig
 from tcal_components.benchmark.flops import ModelFlops
 from tcal_components.benchmark.variants import OPTIMIZERS, Variant
 from tcal_components.data import BatchStream, prepare_batch
-from tcal_components.distill import DistillConfig, Distiller, LinearKL
+from tcal_components.distill import DistillConfig, Distiller, LinearKL, train
 from tcal_components.distributed import ParallelContext, materialize, parallelize, to_storage_dtype
 from tcal_components.evaluation.loss_head import DenseKL
 from tcal_components.evaluation.synthetic import SyntheticPacks, random_weights_
@@ -200,11 +200,10 @@ class TrainingSpeed:
             ),
             ctx=self.ctx,
             loss=DenseKL() if variant.loss == "dense" else LinearKL(),
-            should_stop=clock,
             progress=False,
         )
         resident = self._allocated()
-        curve = distiller.run().curve
+        curve = train(distiller, should_stop=clock).curve
         clock()
         return self._numbers(variant, packs, clock, resident, curve[-1]["loss"])
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from tcal_components.checkpoint.artifacts import load_result, read_tensors, write_tensors
+from tcal_components.checkpoint.artifacts import load_result, read_tensors, replacing, write_tensors
 from tcal_components.checkpoint.fingerprint import stored_fingerprint
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.config import ConfigError
 
 _NAMES = {"measure": "statistics.safetensors", "distill": "student.safetensors", "export": ""}
 _NAMES["generate"] = "result.json"  # which has no other output than its numbers
+_OUTDATED = "> **Outdated:**"
 _NEEDS = {"initialize": "measure", "align": "initialize", "distill": "initialize", "export": "initialize"}
 
 
@@ -48,7 +49,12 @@ class StageFiles:
         if stage == "generate":
             return result
         if stage == "export":  # the model card is the last that is written
-            return result if (self.path(stage) / "README.md").is_file() else None
+            card = self.path(stage) / "README.md"
+            return (
+                result
+                if card.is_file() and not card.read_text(encoding="utf-8", errors="replace").startswith(_OUTDATED)
+                else None
+            )
         return result if stored_fingerprint(self.path(stage)) == self.prints[stage] else None
 
     def current(self, stage: str) -> bool:
@@ -59,6 +65,20 @@ class StageFiles:
         """By stage, what the finished ones reported; an alignment that the later stages do not use is none of them."""
         found = {stage: self.result(stage) for stage in self.prints if stage != "align" or self.uses_alignment}
         return {stage: result for stage, result in found.items() if result is not None}
+
+    def mark_export(self, why: str) -> None:
+        """Says at the top of the exported folder's model card that it is not of the present config; it is made anew then.
+
+        Args:
+            why: what has changed.
+        """
+        card = self.path("export") / "README.md"
+        if card.is_file() and not (text := card.read_text(encoding="utf-8", errors="replace")).startswith(_OUTDATED):
+            with replacing(card) as temporary:
+                temporary.write_text(
+                    f"{_OUTDATED} this model was made before its run got other settings ({why}).\n\n{text}",
+                    encoding="utf-8",
+                )
 
     def read(self, stage: str) -> dict[str, Tensor]:
         """A stage's output."""

@@ -1,35 +1,36 @@
 """Reads and checks configs: what a section may hold, and where a mistake is."""
 
+from tcal_components.config.command_line import command_line, one_line_errors
 from tcal_components.config.files import check_output_dir, read_json_object
+from tcal_components.config.numbers import (
+    Count,
+    Length,
+    Positive,
+    Pulls,
+    Rate,
+    Seed,
+    Share,
+    Skipped,
+    Steps,
+    Tokens,
+    WarmUp,
+)
 from tcal_components.config.parse import (
     STAGES,
     RunConfig,
     build,
     check_component,
     check_top_level,
-    command_line,
     keys_of,
-    one_line_errors,
     read,
     resolve_assets,
     takes,
 )
 from tcal_components.config.schema import (
     ConfigError,
-    Count,
-    Length,
     OneOf,
-    Positive,
-    Pulls,
     Range,
-    Rate,
-    Seed,
     Settings,
-    Share,
-    Skipped,
-    Steps,
-    Tokens,
-    WarmUp,
     check_keys,
     section,
 )

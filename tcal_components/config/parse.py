@@ -6,30 +6,23 @@ against what exists, and a mistake is one line that says what was given, what is
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
+import importlib.util
 import inspect
-import os
 import re
-import sys
-import time
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
-import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from torchtune import config as torchtune_config
 from torchtune.config import instantiate
 from torchtune.config._utils import _get_component_from_path
 
 from tcal_components.assets import PREFIX, resolve
+from tcal_components.config.numbers import Seed
 from tcal_components.config.schema import (
     ConfigError,
     OneOf,
-    Seed,
     Settings,
     check_keys,
     check_number,
@@ -41,66 +34,6 @@ from tcal_components.config.schema import (
 STAGES = ("measure", "initialize", "align", "distill", "export")
 
 T = TypeVar("T")
-
-
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn a user's mistake into one line on stderr and exit status 2; anything else keeps its traceback.
-
-    Only for the part of a recipe that checks its input: there a ValueError is the user's, later it is ours.
-    """
-    try:
-        yield
-    except (ValueError, OSError, OmegaConfBaseException) as error:
-        _refuse(error)
-
-
-def _refuse(error: Exception) -> NoReturn:
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)  # a mistake that the first process made too ends this one meanwhile: it is said once
-    # What the system says of a file without the number of the error, but with the file.
-    told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    line = " ".join(told.split())
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    print(f"error: {line}", file=sys.stderr, flush=True)
-    raise SystemExit(2) from error
-
-
-def command_line(main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
-    """Decorator of a recipe's main function: torchtune's ``config.parse``, with a broken file or argument said in one line.
-
-    Args:
-        main: takes the config; its own errors are its own.
-
-    Returns:
-        Reads the command line, calls ``main`` and exits.
-    """
-    started = False
-
-    @functools.wraps(main)
-    def begin(cfg: DictConfig) -> Any:
-        nonlocal started
-        started = True
-        return main(cfg)
-
-    def run() -> Any:
-        try:
-            torchtune_config.parse(begin)()
-        except (
-            yaml.YAMLError,
-            ValueError,
-            OSError,
-            OmegaConfBaseException,
-            TypeError,
-            AssertionError,
-            RecursionError,
-        ) as error:
-            if started:
-                raise
-            reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
-            _refuse(ConfigError(f"the config cannot be read: {reason}"))
-
-    return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +147,11 @@ def check_component(node: Any, where: str, *, supplied: Sequence[str] = ()) -> N
         component = _get_component_from_path(path)
         parameters = inspect.signature(component).parameters
     except Exception as error:
-        raise ConfigError(f"{where}._component_ {shown(path)} cannot be imported: {error}") from error
+        package = path.partition(".")[0]
+        reason = " ".join(str(error).split())
+        if isinstance(error.__cause__ or error, ImportError) and not _installed(package):
+            reason = f"the package {package} is not installed"
+        raise ConfigError(f"{where}._component_ {shown(path)} cannot be imported: {reason}") from error
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         for name in supplied:
             if name not in parameters:
@@ -237,6 +174,13 @@ def check_component(node: Any, where: str, *, supplied: Sequence[str] = ()) -> N
         fitted = fit(value, hints.get(key, Any), f"{where}.{key}")
         if isinstance(value, str) and isinstance(fitted, float):
             node[key] = fitted
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def takes(node: DictConfig, name: str) -> bool:

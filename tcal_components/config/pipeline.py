@@ -10,8 +10,9 @@ import torch
 from omegaconf import DictConfig
 
 from tcal_components.align.config import AlignConfig
-from tcal_components.checkpoint.fingerprint import fingerprint
 from tcal_components.config import STAGES, ConfigError, Count, OneOf, Range, Settings, keys_of, read, section
+from tcal_components.config.torchtune_keys import taken_top_level
+from tcal_components.config.torchtune_values import read_torchtune_length, read_torchtune_training
 from tcal_components.distill import DistillConfig, LinearKL
 from tcal_components.distill.loss import build_loss
 from tcal_components.distill.optimizer import build_optimizer, build_schedule
@@ -23,6 +24,7 @@ from tcal_components.export.folder import check_replaceable, parse_size
 from tcal_components.initialize.initialize import StartConfig
 from tcal_components.models.memory import estimate_memory
 from tcal_components.precision.dtypes import parse_dtype
+from tcal_components.reporting.metric_logger import check_metric_logger
 from tcal_components.serving.llama_cpp_check import EngineMissing, find_engine
 from tcal_components.setup import Workbench
 
@@ -44,8 +46,9 @@ class PipelineKeys(Settings):
 
 
 # Top-level keys besides those of every recipe, and the components among them.
-KEYS = (*keys_of(PipelineKeys), "measure", "initialize", "distill", "export", "precision", "generation")
-COMPONENTS = ("optimizer", "lr_scheduler", "kd_loss", "metric_logger")
+_SECTIONS = ("measure", "initialize", "distill", "export", "precision", "generation")
+KEYS = (*keys_of(PipelineKeys), *_SECTIONS, *taken_top_level())
+COMPONENTS = ("optimizer", "lr_scheduler", "kd_loss", "metric_logger", "profiler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +120,8 @@ class PipelineConfig:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._cfg = cfg
+        read_torchtune_training(cfg)
+        check_metric_logger(cfg.get("metric_logger"))
         self.run = read(PipelineKeys, cfg)
         self.stages = self.run.stages
         self.measure = section(MeasureConfig, cfg.get("measure"), "measure")
@@ -140,12 +145,14 @@ class PipelineConfig:
             ConfigError: a mistake, in one line.
         """
         self.distill = None
+        training = bench.data["training"]
+        read_torchtune_length(self._cfg, rows=len(training), seq_len=training.seq_len)
         if "distill" in self.stages or self._cfg.get("distill") is not None:
             self.distill = section(
                 DistillConfig,
                 self._cfg.get("distill"),
                 "distill",
-                seq_len=bench.data["training"].seq_len,
+                seq_len=training.seq_len,
                 optimizer=self._cfg.get("optimizer"),
                 lr_scheduler=self._cfg.get("lr_scheduler"),
                 activation_offloading=self.run.enable_activation_offloading,
@@ -212,9 +219,6 @@ class PipelineConfig:
     def check_machine(self, bench: Workbench) -> None:
         """Finds what would fail or mislead hours later: versions, kernels, memory; logs what there is.
 
-        Args:
-            bench: of the same config.
-
         Raises:
             ValueError: what is wrong, with the command that mends it.
         """
@@ -255,39 +259,40 @@ class PipelineConfig:
             bench.log(fact)
         found.raise_for_problems()
 
-    def fingerprints(self, bench: Workbench, *, uses_alignment: bool) -> dict[str, str]:
-        """What each stage's output is made from; a change anywhere upstream changes all that follows.
+    def inputs(self, bench: Workbench) -> dict[str, dict[str, Any]]:
+        """What each stage's output is made from besides what the stage before left.
 
         Args:
             bench: of the same config.
-            uses_alignment: whether the distillation starts from the aligned mixers.
 
         Returns:
-            dict: by stage.
+            dict: by stage, values by the config's keys; texts and the teacher by their fingerprints. Without ``distill`` where
+            the config has no such section.
         """
-        measured = fingerprint(
-            bench.teacher_fingerprint,
-            bench.data_fingerprint("calibration"),
-            str(bench.ctx.dtype),
-            self.precision.teacher,
-        )
-        start = fingerprint(
-            measured,
-            bench.converted,
-            dataclasses.asdict(bench.gdn),
-            dataclasses.asdict(self.start),
-            bench.data_fingerprint("heldout"),
-            bench.seed,
-        )
-        aligned = fingerprint(start, dataclasses.asdict(self.align), bench.data_fingerprint("training"))
-        prints = {"measure": measured, "initialize": start, "align": aligned}
-        if self.distill is None:
-            return {**prints, "distill": ""}  # which no output has
-        plain = {key: dict(self._cfg.get(key) or {}) for key in ("optimizer", "lr_scheduler", "kd_loss")}
-        training = {**dataclasses.asdict(self.distill), **plain}
-        # With `keep_best` the evaluations are where the best weights may come from.
-        watching = ["save_every_steps", "log_every_steps", *(["eval_every_steps"] * (not self.distill.keep_best))]
-        for name in watching:
-            del training[name]
-        ready, text = aligned if uses_alignment else start, bench.data_fingerprint("training")
-        return {**prints, "distill": fingerprint(ready, training, dataclasses.asdict(self.precision), text)}
+        trained_on = bench.data_fingerprint("training")
+        found: dict[str, dict[str, Any]] = {
+            "measure": {
+                "teacher_checkpointer": bench.teacher_fingerprint,
+                "calibration_dataset": bench.data_fingerprint("calibration"),
+                "dtype": str(bench.ctx.dtype),
+                "precision.teacher": self.precision.teacher,
+            },
+            "initialize": {
+                "retain.converted": bench.converted,
+                "model.gdn": dataclasses.asdict(bench.gdn),
+                "initialize": dataclasses.asdict(self.start),
+                "heldout": bench.data_fingerprint("heldout"),
+                "seed": bench.seed,
+            },
+            "align": {"align": dataclasses.asdict(self.align), "dataset": trained_on},
+        }
+        if self.distill is not None:
+            settings = dataclasses.asdict(self.distill)
+            # With `keep_best` the evaluations are where the best weights may come from.
+            watching = ["save_every_steps", "log_every_steps", *(["eval_every_steps"] * (not self.distill.keep_best))]
+            for name in (*watching, "optimizer", "lr_scheduler"):
+                del settings[name]
+            components = {key: dict(self._cfg.get(key) or {}) for key in ("optimizer", "lr_scheduler", "kd_loss")}
+            precision = dataclasses.asdict(self.precision)
+            found["distill"] = {"distill": settings, **components, "precision": precision, "dataset": trained_on}
+        return found

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from tcal_components.config.torchtune_keys import TORCHTUNE_KEYS
+from tcal_components.config.torchtune_keys import TORCHTUNE_KEYS, line, taken_top_level
 
 T = TypeVar("T")
 
@@ -85,20 +85,6 @@ class OneOf:
         """Raises a ConfigError for another name."""
         if value not in self.names:
             raise _Unfit(path, value, f"{suggest(str(value), self.names)}; allowed: {', '.join(map(str, self.names))}")
-
-
-# Numbers that many sections have. The upper bounds lie far above any use: they catch a slip before it becomes memory or time.
-Count = Annotated[int, Range(1, 2**16)]  # sequences a batch, batches, examples, repeats
-Steps = Annotated[int, Range(1, 10**9)]
-Tokens = Annotated[int, Range(1, 10**14)]
-WarmUp = Annotated[int, Range(0, 10**9)]  # steps
-Skipped = Annotated[int, Range(0, 10**14)]  # tokens or documents
-Length = Annotated[int, Range(2, 2**22)]  # tokens a sequence: the longest position of any published teacher
-Rate = Annotated[float, Range(0, 100)]  # learning rates, weight decay
-Share = Annotated[float, Range(0, 1)]
-Positive = Annotated[float, Range(above=0, most=1e12)]
-Pulls = Annotated[tuple[Annotated[float, Range(0, 1e12)], ...], Range(1, 100)]  # strengths to choose from
-Seed = Annotated[int, Range(0, 2**32 - 1)]  # what numpy takes
 
 
 class Settings:
@@ -263,12 +249,12 @@ def check_keys(given: Collection[Any], allowed: Collection[str], where: str) -> 
     """
     for key in given:
         if key not in allowed:
-            known = TORCHTUNE_KEYS.get(str(key) if where == "the config" else f"{where}.{key}")
-            if known is not None:
-                raise ConfigError(f"torchtune's key '{key}' in {where}: {known}")
+            name = str(key) if where == "the config" else f"{where}.{key}"
+            if name in TORCHTUNE_KEYS and TORCHTUNE_KEYS[name].outcome != "same":
+                raise ConfigError(line(name))
+            own = set(allowed) - set(taken_top_level() if where == "the config" else ())
             raise ConfigError(
-                f"unknown key {_quoted(key)} in {where}{suggest(str(key), allowed)}; "
-                f"allowed: {', '.join(sorted(set(allowed)))}"
+                f"unknown key {_quoted(key)} in {where}{suggest(str(key), allowed)}; allowed: {', '.join(sorted(own))}"
             )
 
 

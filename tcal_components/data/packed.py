@@ -59,6 +59,7 @@ class PackedTextDataset(Dataset):
         tokenizer (Any): that wrote the tokens; with it documents can be compared as text.
 
     Attributes:
+        pack (Pack): the same.
         sources (dict): provenance: path, documents, tokens, sha256 of the token ids used (of chat also of what is learned
             of them and of the boundaries); of text also ``skipped_tokens``, which lie before its first document.
         num_tokens (int): tokens in all rows, without padding.
@@ -70,7 +71,7 @@ class PackedTextDataset(Dataset):
         self.tokenizer = tokenizer
         self.sources = pack.sources
         self.documents = pack.documents
-        self._pack = pack
+        self.pack = pack
         self._rows = len(pack.used) if pack.used is not None else len(pack.tokens) // seq_len
         self.num_tokens = int(pack.used.sum()) if pack.used is not None else self._rows * seq_len
         self.padding_fraction = 1.0 - self.num_tokens / (self._rows * seq_len)
@@ -82,7 +83,7 @@ class PackedTextDataset(Dataset):
         if not -self._rows <= index < self._rows:
             raise IndexError(f"sequence {index} of {self._rows}")
         index %= self._rows
-        pack, length = self._pack, self.seq_len
+        pack, length = self.pack, self.seq_len
         begin, end = index * length, (index + 1) * length
         tokens = np.full(length + 1, -1, dtype=np.int64)
         window = pack.tokens[begin : end + 1]
@@ -112,14 +113,14 @@ class PackedTextDataset(Dataset):
 
     def learned_ids(self, number: int) -> np.ndarray:
         """Token ids of document ``number`` as far as they are in the rows and may be predicted, shape [n]."""
-        document, pack = self.documents[number], self._pack
+        document, pack = self.documents[number], self.pack
         inside = slice(document.start, min(document.start + document.length, self._rows * self.seq_len))
         return pack.tokens[inside] if pack.targets is None else pack.tokens[inside][pack.targets[inside]]
 
     @property
     def tokens(self) -> np.ndarray:
         """All rows one after the other, and for text the token after the last: shape [N], read-only by agreement."""
-        return self._pack.tokens
+        return self.pack.tokens
 
 
 def packed_text(

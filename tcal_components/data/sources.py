@@ -147,6 +147,20 @@ def read_hub(
             yield document
 
 
+def hub_commit(source: str, subset: str | None, revision: str | None) -> str:
+    """Which state of a Hugging Face dataset would be read: the hub's newest, or without a network the one that is here.
+
+    Raises:
+        ValueError: neither can be told.
+    """
+    import datasets
+
+    try:
+        return str(datasets.load_dataset_builder(source, subset, revision=revision).hash)
+    except Exception as error:  # as in :func:`read_hub`
+        raise ValueError(f"{source}: {first_line(error)}") from error
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,10 +1,12 @@
 """End-to-end distillation of the hybrid student."""
 
 from tcal_components.distill.config import DistillConfig, DistillResult
+from tcal_components.distill.gradient import NonFiniteLossError
+from tcal_components.distill.loop import distill, train
 from tcal_components.distill.loss import LinearKL
 from tcal_components.distill.model import DistillModel
 from tcal_components.distill.optimizer import parameter_groups
-from tcal_components.distill.trainer import Distiller, NonFiniteLossError, distill
+from tcal_components.distill.trainer import Distiller
 
 __all__ = [
     "DistillConfig",
@@ -15,4 +17,5 @@ __all__ = [
     "NonFiniteLossError",
     "distill",
     "parameter_groups",
+    "train",
 ]

@@ -13,9 +13,11 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 # How long the others may wait while the first process alone reads, writes, exports and verifies: a large model on a slow
 # disk takes longer than any time after which a silent process should count as hung.
@@ -39,6 +41,25 @@ def barrier() -> None:
     """Wait for all processes, for hours while one of them is at work; one that died or hangs is found by :class:`Watch`."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier(group=patient_group())
+
+
+def shared(value: T) -> T:
+    """The first process's value, in all of them; they wait for it as at a :func:`barrier`."""
+    if not dist.is_initialized():
+        return value
+    found = [value]
+    dist.broadcast_object_list(found, src=0, group=patient_group())
+    return found[0]
+
+
+def is_first() -> bool:
+    """Whether this is the first process of the run."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def is_first_of_machine() -> bool:
+    """Whether this is the first process of its machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 class Watch:

@@ -191,12 +191,19 @@ class Report:
             text: Fingerprint of the evaluation text that they are of.
         """
         _merge(self._parts[stage], sanitize(values))
-        self._write_result(stage, made_of=self.results[stage]["made_of"], text=text)
+        known = self.results[stage]
+        self._write_result(stage, made_of=known["made_of"], text=text, inputs=known.get("inputs"))
         self.save()
 
     @contextmanager
     def stage(
-        self, name: str, *, made_of: str | None = None, text: str | None = None, resumed: bool = False
+        self,
+        name: str,
+        *,
+        made_of: str | None = None,
+        text: str | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        resumed: bool = False,
     ) -> Iterator[StageClock]:
         """Times a stage, and keeps the numbers that it records: in ``result.json`` once it has ended well.
 
@@ -207,6 +214,7 @@ class Report:
             name: The stage, normally one of ``STAGES``.
             made_of: Fingerprint of what its output is made from; None writes no result.
             text: Fingerprint of the evaluation text.
+            inputs: What ``made_of`` is the fingerprint of, so that a later run can say what has changed.
             resumed: The stage continues a broken run, whose seconds count.
 
         Yields:
@@ -237,7 +245,7 @@ class Report:
             raise
         self._end(name, "finished")
         if made_of is not None:
-            self._write_result(name, made_of=made_of, text=text)
+            self._write_result(name, made_of=made_of, text=text, inputs=inputs)
         self.save()
 
     def _end(self, name: str, state: str) -> None:
@@ -253,8 +261,11 @@ class Report:
         values = (round(seconds, 3), round(clock.peak_memory_gib, 4), speed)
         return {table: {name: value} for table, value in zip(_TABLES, values)}
 
-    def _write_result(self, stage: str, *, made_of: str, text: str | None) -> None:
-        result = {"schema": SCHEMA, "stage": stage, "made_of": made_of, "text": text, "report": self._parts[stage]}
+    def _write_result(
+        self, stage: str, *, made_of: str, text: str | None, inputs: Mapping[str, Any] | None = None
+    ) -> None:
+        result = {"schema": SCHEMA, "stage": stage, "made_of": made_of, "inputs": inputs, "text": text}
+        result["report"] = self._parts[stage]
         self.results[stage] = copy.deepcopy(result)
         if self.rank == 0:
             write_json(result_path(self.output_dir, stage), result)

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from tcal_components.config import ConfigError
 from tcal_components.data import BatchStream, assert_disjoint, mixed_text, packed_text
 from tcal_components.data.roles import provenance, recut
+from tcal_components.data.token_files import TokenFiles
 
 
 def documents(letter, count, length=13):
@@ -58,7 +59,7 @@ def test_without_max_tokens_the_source_that_ends_first_decides(tokenizer, source
     assert [part["tokens"] for part in dataset.sources["parts"]] == [560, 136]  # 70 of 70 rows, and a quarter of them
 
 
-def test_a_beginning_has_the_same_shares(tokenizer, sources):
+def test_a_beginning_has_the_same_shares(tokenizer, sources, tmp_path):
     """The alignment cuts the training text anew."""
     section = OmegaConf.create(
         {
@@ -68,7 +69,7 @@ def test_a_beginning_has_the_same_shares(tokenizer, sources):
             "max_tokens": 640,
         }
     )
-    cut = recut(section, tokenizer, seq_len=16, max_tokens=256)
+    cut = recut(TokenFiles(tmp_path / "tokens", tokenizer, {}), "training", section, seq_len=16, max_tokens=256)
     assert [part["tokens"] for part in cut.sources["parts"]] == [64, 192]
     assert provenance({"training": cut})["training"]["parts"][1]["path"] == sources[1]["source"]
 

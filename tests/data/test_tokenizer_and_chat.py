@@ -106,6 +106,24 @@ def test_chat_rows_have_shifted_masked_labels_and_padding():
     assert len(from_torchtune(samples, seq_len=6, max_sequences=1)) == 1
 
 
+@pytest.mark.parametrize("length", [6, 9])
+def test_parts_of_samples_follow_one_another(length):
+    """Also where samples were cut or left out, which count as read."""
+    samples = Samples({"tokens": list(range(10 * i, 10 * i + 3 + i % 8))} for i in range(30))
+    samples[4] = {"tokens": [40, 41], "mask": [True, True]}
+    first = from_torchtune(samples, seq_len=length, max_sequences=5)
+    second = from_torchtune(
+        samples, seq_len=7, skip_tokens=first.sources["skipped_tokens"] + first.num_tokens, max_sequences=4
+    )
+    third = from_torchtune(samples, seq_len=5, skip_tokens=second.sources["skipped_tokens"] + second.num_tokens)
+    parts = [[int(document.where.split()[-1]) for document in part.documents] for part in (first, second, third)]
+    assert [*parts[0], *parts[1], *parts[2]] == [i for i in range(30) if i != 4]
+    with pytest.raises(
+        ValueError, match="no sample to learn from: 30 samples, 0 of them .*, 184 tokens of them passed"
+    ):
+        from_torchtune(samples, seq_len=5, skip_tokens=10**6)
+
+
 def test_chat_fingerprint_tells_what_is_learned_and_where_samples_end():
     def sha256(*samples, pad_id=9):
         return from_torchtune(Samples(samples), seq_len=8, pad_id=pad_id).sources["sha256"]

@@ -13,16 +13,23 @@ import torch.nn.functional as F
 
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.data import prepare_batch
-from tcal_components.distill import DistillConfig, LinearKL, NonFiniteLossError, parameter_groups
+from tcal_components.distill import DistillConfig, LinearKL, NonFiniteLossError, parameter_groups, train
+from tcal_components.distill.loop import backward
 from tcal_components.distill.optimizer import build_schedule
 from tcal_components.distributed import ParallelContext, gather_full_state_dict
 
 CTX = ParallelContext.create("cpu")
 
 
-def run(distiller):
-    result = distiller.run()
-    return result, gather_full_state_dict(distiller.student, ctx=CTX)
+@pytest.fixture(scope="module")
+def run(tiny):
+    """Trains a distiller, up to a step or to its end; returns its result and the student's weights."""
+
+    def run(distiller, stop=None):
+        result = tiny.train_until(distiller, stop)
+        return result, gather_full_state_dict(distiller.student, ctx=CTX)
+
+    return run
 
 
 def assert_same(got, want, tolerance=0.0):
@@ -47,7 +54,7 @@ def assert_same_curve(got, want):
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny):
+def unbroken(tiny, run):
     return run(tiny.make_distiller(CTX))
 
 
@@ -55,7 +62,8 @@ def test_first_gradient_is_that_of_the_dense_mean_over_the_global_batch(tiny):
     distiller = tiny.make_distiller(CTX, config=tiny.make_config(micro_batch_size=1))
     batch = distiller.stream.batch(0)
     counted = int((batch["labels"] != -100).sum())
-    losses, norm = distiller._accumulate(batch, counted)
+    kl_ce = backward(distiller, batch, counted)[:2]
+    norm = distiller.clip()
     grads = {name: p.grad.clone() for name, p in distiller.student.named_parameters()}
 
     student, teacher = tiny.make_pair()
@@ -69,7 +77,7 @@ def test_first_gradient_is_that_of_the_dense_mean_over_the_global_batch(tiny):
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)[keep].mean()
     ce = F.nll_loss(log_q[keep], labels[keep])
     (0.7 * kl + 0.3 * ce).backward()
-    assert losses[:2] == pytest.approx([kl.item(), ce.item()], rel=1e-5)
+    assert kl_ce == pytest.approx([kl.item(), ce.item()], rel=1e-5)
     total = torch.stack([p.grad.norm() for p in student.parameters()]).norm().item()
     assert norm == pytest.approx(total, rel=1e-4)
     scale = min(1.0, 1.0 / (total + 1e-6))
@@ -92,18 +100,16 @@ def test_it_learns_and_reports(tiny, unbroken):
         return {"perplexity": 2.0 * step}
 
     config = tiny.make_config(eval_every_steps=4, log_every_steps=5)
-    distiller = tiny.make_distiller(
-        CTX, config=config, on_eval=evaluate, on_log=lambda values, step: logged.append((step, values))
-    )
-    curve = distiller.run().curve
+    distiller = tiny.make_distiller(CTX, config=config)
+    curve = train(distiller, on_eval=evaluate, on_log=lambda values, step: logged.append((step, values))).curve
     assert evaluated == [4, 6] and [entry["step"] for entry in curve] == [4, 5, 6]
     assert curve[0] == {"step": 4, "tokens": 320, "perplexity": 8.0}
     assert {"loss", "lr", "grad_norm", "tokens_per_second"} <= dict(logged)[5].keys()
 
 
-def test_resume_equals_the_unbroken_run_bit_for_bit(tiny, unbroken, tmp_path):
+def test_resume_equals_the_unbroken_run_bit_for_bit(tiny, run, unbroken, tmp_path):
     state = RunState(tmp_path)
-    first, _ = run(tiny.make_distiller(CTX, run_state=state, stop_after=4))
+    first, _ = run(tiny.make_distiller(CTX, run_state=state), stop=4)
     assert not first.finished and state.latest() == 4
     second, weights = run(tiny.make_distiller(CTX, run_state=state, resume=True))
     assert second.finished and state.latest() == 6
@@ -116,9 +122,9 @@ def test_resume_equals_the_unbroken_run_bit_for_bit(tiny, unbroken, tmp_path):
         run(tiny.make_distiller(CTX, run_state=state, resume=True, config=tiny.make_config(batch_size=2)))
 
 
-def test_two_processes(tiny, unbroken, tmp_path):
+def test_two_processes(tiny, run, unbroken, tmp_path):
     """FSDP2 over gloo against one process: losses, weights, and checkpoints in both directions."""
-    run(tiny.make_distiller(CTX, run_state=RunState(tmp_path / "by_one"), stop_after=3))
+    run(tiny.make_distiller(CTX, run_state=RunState(tmp_path / "by_one")), stop=3)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -168,7 +174,7 @@ def test_two_processes(tiny, unbroken, tmp_path):
     assert_same(two["judged"]["weights"], got, 1e-5)
     assert two["judged harmful"]["best_step"] == 0
     assert_same(two["judged harmful"]["weights"], tiny.make_pair()[0].state_dict())
-    float8 = tiny.make_distiller(CTX, float8=True).run()
+    float8 = train(tiny.make_distiller(CTX, float8=True))
     assert losses(two["float8"]["curve"]) == pytest.approx(losses(float8.curve[:3]), rel=0.01)
     assert losses(float8.curve) != losses(result.curve)
     assert losses(float8.curve) == pytest.approx(losses(result.curve), rel=0.1)
@@ -188,7 +194,7 @@ def test_a_loss_that_is_no_number_stops_and_loses_nothing(tiny, tmp_path):
 
     distiller.model.loss.forward = broken
     with pytest.raises(NonFiniteLossError, match=r"step 3 of 6.*after step 2.*lower distill.lr"):
-        distiller.run()
+        train(distiller)
     assert state.latest() == 2
     kept = gather_full_state_dict(distiller.student, ctx=CTX)
     assert all(value.isfinite().all() for value in kept.values())
@@ -197,9 +203,9 @@ def test_a_loss_that_is_no_number_stops_and_loses_nothing(tiny, tmp_path):
     assert_same(gather_full_state_dict(resumed.student, ctx=CTX), kept)
 
 
-def test_stop_before_the_first_step_resumes_to_the_same_numbers(tiny, unbroken, tmp_path):
+def test_stop_before_the_first_step_resumes_to_the_same_numbers(tiny, run, unbroken, tmp_path):
     state = RunState(tmp_path)
-    assert run(tiny.make_distiller(CTX, run_state=state, stop_after=0))[0].steps == 0
+    assert run(tiny.make_distiller(CTX, run_state=state), stop=0)[0].steps == 0
     assert_same(run(tiny.make_distiller(CTX, run_state=state, resume=True))[1], unbroken[1])
 
 
@@ -231,7 +237,7 @@ HARMFUL = {"lr": 3.0, "base_lr": 3.0}
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["on disk", "in memory"])
-def test_it_never_ends_worse_than_it_began(tiny, judged, tmp_path, caplog, saves):
+def test_it_never_ends_worse_than_it_began(tiny, run, judged, tmp_path, caplog, saves):
     distiller = judged(run_state=RunState(tmp_path) if saves else None, **HARMFUL)
     start = gather_full_state_dict(distiller.student, ctx=CTX)
     with caplog.at_level("WARNING"):
@@ -245,7 +251,7 @@ def test_it_never_ends_worse_than_it_began(tiny, judged, tmp_path, caplog, saves
     assert "after 2 steps; lower distill.lr (3)" in said and "\n" not in said
 
 
-def test_the_best_weights_are_those_of_the_least_heldout_loss(tiny, judged, tmp_path):
+def test_the_best_weights_are_those_of_the_least_heldout_loss(tiny, run, judged, tmp_path):
     result, weights = run(judged(run_state=RunState(tmp_path)))
     rows = {row["step"]: row["heldout_loss"] for row in result.curve if "heldout_loss" in row}
     assert list(rows) == [2, 4, 6]
@@ -259,10 +265,10 @@ def test_the_best_weights_are_those_of_the_least_heldout_loss(tiny, judged, tmp_
 
 @pytest.mark.parametrize("rates", [{}, HARMFUL], ids=["helpful", "harmful"])
 @pytest.mark.parametrize("stop", [0, 3, 5])
-def test_resume_ends_with_the_same_best_weights(judged, tmp_path, stop, rates):
+def test_resume_ends_with_the_same_best_weights(run, judged, tmp_path, stop, rates):
     unbroken, weights = run(judged(run_state=RunState(tmp_path / "unbroken"), **rates))
     state = RunState(tmp_path / "stopped")
-    assert not run(judged(run_state=state, stop_after=stop, **rates))[0].finished
+    assert not run(judged(run_state=state, **rates), stop)[0].finished
     for _ in range(2):  # the second time it is finished already
         result, got = run(judged(run_state=state, resume=True, **rates))
         assert (result.best_step, result.heldout_loss) == (unbroken.best_step, unbroken.heldout_loss)
@@ -270,7 +276,7 @@ def test_resume_ends_with_the_same_best_weights(judged, tmp_path, stop, rates):
         assert_same(got, weights)
 
 
-def test_a_kill_after_better_weights_costs_nothing(judged, tmp_path):
+def test_a_kill_after_better_weights_costs_nothing(run, judged, tmp_path):
     """Killed at step 5: the last checkpoint is of step 3, which knows the best of step 2, those of step 4 are there too."""
     unbroken, weights = run(judged(run_state=RunState(tmp_path / "unbroken")))
     state = RunState(tmp_path / "killed")
@@ -281,16 +287,15 @@ def test_a_kill_after_better_weights_costs_nothing(judged, tmp_path):
             raise KeyboardInterrupt
         return False
 
-    killed.should_stop = kill
     with pytest.raises(KeyboardInterrupt):
-        killed.run()
+        train(killed, should_stop=kill)
     assert state.latest() == 3 and RunState(tmp_path / "killed" / "best").steps() == [2, 4]
     result, got = run(judged(run_state=state, resume=True))
     assert result.curve == unbroken.curve and result.best_step == unbroken.best_step
     assert_same(got, weights)
 
 
-def test_without_keep_best_the_last_weights_stay(tiny, judged, unbroken):
+def test_without_keep_best_the_last_weights_stay(run, judged, unbroken):
     result, weights = run(judged(keep_best=False))
     assert result.best_step is None and result.heldout_loss == {}
     assert_same(weights, unbroken[1])

@@ -5,6 +5,7 @@ from torch.utils.data import Dataset
 
 from tcal_components.data import BatchStream, prepare_batch
 from tcal_components.distill import DistillConfig, Distiller, LinearKL
+from tcal_components.distill.loop import train
 from tcal_components.distributed import load_full_state_dict, parallelize
 from tcal_components.models._decoder import build_decoder
 from tcal_components.modules.spec import DecoderSpec
@@ -89,7 +90,13 @@ def quantise(models):
         assert "layers.1.attn.q_proj" in layers.converted and "layers.1.mlp.w1" in layers.kept
 
 
-def make_distiller(ctx, *, tied=True, config=None, stop_after=None, cpu_offload=False, float8=False, **arguments):
+def train_until(distiller, stop=None, **callbacks):
+    """All steps, or those before ``stop``."""
+    asked = None if stop is None else lambda: distiller.step >= stop and distiller.ctx.is_first
+    return train(distiller, should_stop=asked, **callbacks)
+
+
+def make_distiller(ctx, *, tied=True, config=None, cpu_offload=False, float8=False, **arguments):
     """A distiller on ``ctx``; with several processes from the meta device, as a large model would be built."""
     config = config or make_config()
     models = make_pair(tied)
@@ -105,7 +112,7 @@ def make_distiller(ctx, *, tied=True, config=None, stop_after=None, cpu_offload=
     elif float8:
         quantise(models)
     stream = BatchStream(Packs(), batch_size=config.batch_size, seed=0, rank=ctx.rank, world_size=ctx.world_size)
-    distiller = Distiller(
+    return Distiller(
         *models,
         stream,
         config=config,
@@ -114,6 +121,3 @@ def make_distiller(ctx, *, tied=True, config=None, stop_after=None, cpu_offload=
         progress=False,
         **arguments,
     )
-    if stop_after is not None:
-        distiller.should_stop = lambda: distiller.step >= stop_after and ctx.is_first
-    return distiller

@@ -21,8 +21,8 @@ def main(folder: Path) -> None:
     ctx = ParallelContext.create("cpu")
     out = {}
 
-    def record(name, distiller):
-        result = distiller.run()
+    def record(name, distiller, stop=None):
+        result = tiny.train_until(distiller, stop)
         weights = gather_full_state_dict(distiller.student, ctx=ctx)
         out[name] = {"curve": result.curve, "finished": result.finished, "weights": weights}
         out[name] |= {"best_step": result.best_step, "heldout_loss": result.heldout_loss}
@@ -34,10 +34,10 @@ def main(folder: Path) -> None:
         options = {"heldout": lambda: tiny.heldout_batches(ctx), "run_state": RunState(folder / name)}
         record(name, tiny.make_distiller(ctx, config=tiny.make_config(eval_every_steps=2, **rates), **options))
     # The first steps show the rest.
-    record("float8", tiny.make_distiller(ctx, float8=True, stop_after=3))
-    record("offload", tiny.make_distiller(ctx, cpu_offload=True, stop_after=3))
+    record("float8", tiny.make_distiller(ctx, float8=True), stop=3)
+    record("offload", tiny.make_distiller(ctx, cpu_offload=True), stop=3)
     # Stops after 3 of 6 steps: one process continues it.
-    record("stopped", tiny.make_distiller(ctx, run_state=RunState(folder / "by_two"), stop_after=3))
+    record("stopped", tiny.make_distiller(ctx, run_state=RunState(folder / "by_two")), stop=3)
     # Continues what two processes, and what one process, left after 3 steps.
     for name in ("by_two", "by_one"):
         run = RunState(folder / name)
@@ -45,9 +45,9 @@ def main(folder: Path) -> None:
         record(f"resumed {name}", tiny.make_distiller(ctx, run_state=run, resume=True))
 
     hybrid = ParallelContext.create("cpu", dp_replicate=2)
-    record("hsdp", tiny.make_distiller(hybrid, stop_after=3))
+    record("hsdp", tiny.make_distiller(hybrid), stop=3)
     low = ParallelContext.create("cpu", dtype=torch.bfloat16)
-    distiller = record("bf16", tiny.make_distiller(low, stop_after=3))
+    distiller = record("bf16", tiny.make_distiller(low), stop=3)
     decays = [module for name, module in distiller.student.named_modules() if name.endswith("decay")]
     assert decays
     for decay in decays:

@@ -13,7 +13,7 @@ from tcal_components.align.config import AlignConfig
 from tcal_components.align.loop import align
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.data import BatchStream, prepare_batch
-from tcal_components.distill import DistillConfig, Distiller, LinearKL
+from tcal_components.distill import DistillConfig, Distiller, LinearKL, train
 from tcal_components.distributed import ParallelContext, gather_full_state_dict, load_full_state_dict, parallelize
 from tcal_components.evaluation.synthetic import SyntheticPacks
 from tcal_components.measure.statistics import measure
@@ -88,18 +88,17 @@ def run(ctx, folder):
         return Distiller(student, teacher, stream(1), config=config, ctx=ctx, loss=loss, progress=False, **arguments)
 
     whole = distiller()
-    curve = whole.run().curve
+    curve = train(whole).curve
     state = RunState(folder / f"state{ctx.world_size}")
     half = distiller(run_state=state)
-    half.should_stop = lambda: half.step >= 2
-    half.run()
+    train(half, should_stop=lambda: half.step >= 2)
     continued = distiller(run_state=state, resume=True)
     return {
         "statistics": statistics,
         "align": [point["error"] for point in aligned.curve],
         "mixers": aligned.weights,
         "distill": curve,
-        "continued": continued.run().curve,
+        "continued": train(continued).curve,
         "weights": gather_full_state_dict(whole.student, ctx=ctx),
         "continued_weights": gather_full_state_dict(continued.student, ctx=ctx),
     }

@@ -267,6 +267,13 @@ def test_cuda_on_a_machine_without_it(recipe, config):
         recipe.check_config(OmegaConf.create({**config, "device": "cuda"}))
 
 
+def test_torchtunes_datasets_are_text_here_too(recipe, config, run_folder):
+    data = {"source": "json", "data_files": str(run_folder / "text.jsonl"), "split": "train", "seq_len": 64}
+    config["validation_dataset"] = {"_component_": "torchtune.datasets.text_completion_dataset", **data}
+    run = recipe.check_config(OmegaConf.create(config))
+    assert run.dataset.seq_len == 64 and run.dataset.documents[0].where == "sample 0"
+
+
 def test_models_that_are_too_short(recipe, config, run_folder):
     config["students"]["aligned"]["max_seq_len"] = 64
     with pytest.raises(

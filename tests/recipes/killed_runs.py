@@ -369,8 +369,8 @@ def at_random(trials: Trials, count: int, seed: int) -> dict[str, Any]:
                 number = chance.choice(SIGNALS) if chance.random() < 0.2 else signal.SIGKILL
                 moment = chance.random() * trials.seconds[stage] * reach[stage]
                 during = trials.run([stage, moment, number, chance.randrange(trials.processes)])["during"]
-                # A run that continues has less before it, and the machine may be faster now than it was.
-                reach[stage] = min(1.0, reach[stage] * (1.15 if during == stage else 0.75))
+                # A run that continues has less before it, and the machine may be faster or slower now than it was.
+                reach[stage] *= 1.15 if during == stage else 0.75
         trials.finish()
         print(f"{len(trials.ended)} kills, {trials.by_stage()}, {trials.different or 'equal'}", file=sys.stderr)
     signals = Counter(signal.Signals(ended["stop"][2]).name for ended in trials.ended)

@@ -8,11 +8,13 @@ from itertools import combinations
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tcal_components.assets import asset_path
 from tcal_components.checkpoint.teacher import load_teacher_state_dict
 from tcal_components.config import pipeline
+from tcal_components.distill import distill
 from tcal_components.export.import_hybrid import import_hybrid
 from tcal_components.initialize.initialize import initialize_mixers
 from tcal_components.models import hybrid
@@ -226,6 +228,35 @@ def test_finished_stages_are_not_run_again(again, run_main, quick_args):
     assert [row["tokens"] for row in second["recovery_curve"]] == [4096, 4352, 4608]
 
 
+def test_a_run_says_what_is_outdated_and_why(again, run_main, quick_args, caplog):
+    """Also of stages that it does not run; the exported folder says so itself, until it is made anew."""
+
+    def said(*changes):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            run_main(quick_args(again, *changes))
+        return [line for line in caplog.messages if "because of" in line]
+
+    assert said() == []
+    card = again / "export" / "README.md"
+    before = card.read_text()
+    assert said("stages=[measure,initialize,align]", "align.steps=4", "distill.tokens=512") == [
+        "align: made anew, because of align.steps 8 -> 4",
+        f"distill: what is in {again}/distill/student.safetensors is outdated, because of align, distill.tokens 3072 -> 512",
+        f"export: what is in {again}/export is outdated, because of align, distill",
+        "generate: made anew, because of align, distill",
+    ]
+    first, _, *rest = card.read_text().split("\n")
+    assert first.startswith("> **Outdated:**") and "because" not in first and rest == before.split("\n")
+    assert said("validation_dataset.max_tokens=1024", "align.steps=4", "distill.tokens=512") == [
+        "generate: made anew, because of align, distill, validation_dataset"
+    ], "of what was made from the alignment before this one, no result is left"
+    assert "Outdated" not in card.read_text()
+    assert said("align.steps=4", "distill.tokens=512", "stages=[measure]")[:1] == [
+        f"export: what is in {again}/export is outdated, because of validation_dataset"
+    ]
+
+
 def test_an_output_of_other_settings_is_not_used(again, run_main, quick_args, capsys):
     for stages, change, said in (
         ("distill,export", "align.lr=1.0e-3", "the output of align in"),
@@ -331,17 +362,48 @@ def logged(out, name):
 
 def test_initialisation_trains_nothing(whole, load_recipe, quick_args, tmp_path):
     """The stage's weights are a function of teacher and text: calling it directly gives them again."""
-    from omegaconf import OmegaConf
-
     module = load_recipe("taylor_calibrate_kd")
     _, config, *changes = quick_args(tmp_path)
     recipe = module.TaylorCalibrateKD(OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(changes)))
     bench = recipe.bench
     with torch.no_grad():
         naive = initialize_mixers(
-            "naive", teacher=recipe.teacher, layers=bench.converted, gdn_spec=bench.gdn, statistics=None, batches=[]
+            "naive",
+            teacher=recipe.models.teacher,
+            layers=bench.converted,
+            gdn_spec=bench.gdn,
+            statistics=None,
+            batches=[],
         )
-    assert bench.perplexity(recipe.teacher, naive.weights) == report_of(whole)["perplexity"]["naive"]
+    assert bench.perplexity(recipe.models.teacher, naive.weights) == report_of(whole)["perplexity"]["naive"]
+
+
+def test_the_loop_in_the_recipe_is_that_of_the_components(again, load_recipe, quick_args):
+    """Weights and losses bit for bit: the ablation distils with the one, the pipeline with the other."""
+    module, want, losses = load_recipe("taylor_calibrate_kd"), outputs(again)["distill"], logged(again, "distill/loss")
+    _, config, *changes = quick_args(again)
+    recipe = module.TaylorCalibrateKD(OmegaConf.merge(OmegaConf.load(config), OmegaConf.from_dotlist(changes)))
+    bench, settings = recipe.bench, recipe.config.distill
+    student, _ = recipe.models.student(recipe.models.student_weights("align"))
+    result = distill(
+        student,
+        recipe.models.teacher,
+        bench.stream(bench.data["training"], settings.batch_size, seed=bench.seed + 1),
+        config=settings,
+        ctx=bench.ctx,
+        loss=recipe.config.loss,
+        heldout=lambda: bench.calibration_batches(settings.batch_size, "heldout"),
+        progress=False,
+    )
+    assert [row["loss"] for row in result.curve] == losses
+    assert all(torch.equal(value, want[name]) for name, value in student.state_dict().items())
+
+
+def test_a_copied_recipe_has_its_loop(tune, tmp_path):
+    assert tune(tmp_path, "cp", "recipes/taylor_calibrate_kd", "my.py").returncode == 0
+    text = (tmp_path / "my.py").read_text()
+    for part in ("while trainer.step < config.steps", "model(**micro)", ".backward()", "optimizer.step()"):
+        assert part in text, part
 
 
 def test_an_engine_is_asked_for_the_exported_folder(run_main, load_recipe, quick_args, tmp_path, monkeypatch):
