@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,15 @@ def _retrieval(rows: Sequence[Mapping[str, Any]]) -> str:
         chance = next(iter(cells.values()))["chance"]
         accuracy = [f"{100 * cells[d]['accuracy']:.1f} %" if d in cells else None for d in distances]
         body.append((task, model, *accuracy, f"{100 * chance:.2g} %"))
-    note = "Share of answer tokens that the model predicts, by distance in tokens between question and answer.\n\n"
+    means: dict[str, list[float]] = {}
+    for row in rows:
+        means.setdefault(row["model"], []).append(row["accuracy"])
+    note = (
+        "Mean recall: "
+        + ", ".join(f"{model} {100 * sum(values) / len(values):.1f} %" for model, values in means.items())
+        + ". In the table, the share of answer tokens that the model predicts, by distance in tokens between question and "
+        "answer.\n\n"
+    )
     return note + table(("task", "model", *(str(distance) for distance in distances), "chance"), body)
 
 
@@ -187,17 +196,39 @@ def evaluation_sections(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("Perplexity side by side", _perplexity(evaluation)),
         ("Perplexity by context length", _by_context(evaluation)),
-        ("Retrieval by distance", _retrieval(evaluation.get("retrieval") or [])),
+        ("Recall: retrieval by distance", _retrieval(evaluation.get("retrieval") or [])),
         ("Agreement with the teacher", _agreement(evaluation)),
         ("Speed and cache", _speed(evaluation.get("speed") or [])),
         ("lm-eval", _lm_eval(evaluation)),
     ]
 
 
+_SHOWN = 400  # characters of a prompt, from its end
+
+
+def _samples(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table a prompt, the models' texts side by side."""
+    parts = []
+    for row in rows:
+        prompt = row["prompt"] if len(row["prompt"]) <= _SHOWN else "… " + row["prompt"][-_SHOWN:]
+        models = list(row["texts"])
+        lines = ["| " + " | ".join(models) + " |", "|---" * len(models) + "|"]
+        lines.append("| " + " | ".join(_as_it_stands(row["texts"][name]) for name in models) + " |")
+        parts.append(f"After “{_as_it_stands(prompt)}”:\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _as_it_stands(text: str) -> str:
+    """A model's text in one line of Markdown, none of which is taken for markup; ⏎ where it breaks a line."""
+    text = re.sub(r"([\\`*_\[\]<>|#~$&])", r"\\\1", text.strip())
+    return re.sub(r"\s*\n\s*", " ⏎ ", text) or " "
+
+
 def generation_sections(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """``(title, body)`` of both tables; an empty body where there are no numbers."""
+    """``(title, body)`` of texts and tables; an empty body where there is nothing."""
     section = report.get("continuations")
     return [
+        ("Samples of text, each the most likely one", _samples(report.get("samples") or [])),
         ("Continuations of held-out text", _continuations(section) if section else ""),
         ("Generated answers", _answers(report.get("generation") or {})),
     ]
