@@ -11,7 +11,7 @@ from tcal_components.reporting._format import short_number, short_tokens, table
 from tcal_components.reporting.evaluation_markdown import evaluation_sections, generation_sections
 
 _STAGE_ROWS = (
-    ("naive", "plain copy of the teacher's projections, library defaults for the rest"),
+    ("naive", "plain copy (library defaults for the rest)"),
     ("analytic", "after the start (set from measurements, no training)"),
     ("aligned", "after alignment"),
     ("distilled", "after distillation"),
