@@ -27,6 +27,7 @@ from tcal_components.ablation.comparison import (
     targets,
 )
 from tcal_components.ablation.recovery import Recovery, RecoveryConfig, read_cell
+from tcal_components.ablation.tables import ablation_markdown, plot_ablation
 from tcal_components.align.config import AlignConfig
 from tcal_components.align.resumable import resumable_alignment, stored_statistics
 from tcal_components.checkpoint.artifacts import load_result, replacing, write_tensors
@@ -50,7 +51,6 @@ from tcal_components.initialize.initialize import STRATEGIES, StartConfig, initi
 from tcal_components.measure.statistics import Statistics
 from tcal_components.models.memory import count_parameters
 from tcal_components.reporting import Report, render_markdown, write_json, write_plots
-from tcal_components.reporting.ablation import ablation_markdown, plot_ablation
 from tcal_components.setup import Workbench
 
 

@@ -48,6 +48,7 @@ from tcal_components.evaluation.generation import (
     continuation_report,
     continuations,
     score_continuations,
+    text_samples,
 )
 from tcal_components.evaluation.harness import check_tasks, lm_eval_results
 from tcal_components.evaluation.load import ModelSource, exports_compute, free, load_model
@@ -303,6 +304,7 @@ def _evaluate_generation(run: Run, report: Report, name: str, model: nn.Module, 
     own = run.written[name] = continuations(model, run.prompts, options, seed=run.seed, progress=label)
     run.scores[name] = score_continuations(teacher, run.prompts, run.written["teacher"], own)
     report.update(continuation_report(options, run.prompts, run.scores))
+    report.update(text_samples(run.tokenizer, run.prompts, run.written))
     if run.questions:
         size = options.batch_size
         run.right[name] = {

@@ -31,7 +31,6 @@ from tcal_components.initialize.initialize import StartConfig, initialize_mixers
 from tcal_components.models.memory import count_parameters
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.reporting import Report, render_markdown, write_json, write_plots
-from tcal_components.reporting.selection import selection_markdown
 from tcal_components.select.gates import GateConfig, train_gates
 from tcal_components.select.policies import (
     POLICIES,
@@ -44,6 +43,7 @@ from tcal_components.select.policies import (
     rank_uniform,
 )
 from tcal_components.select.scores import ScoreFile, Scorer
+from tcal_components.select.tables import selection_markdown
 from tcal_components.setup import Workbench
 
 PolicyName = Annotated[str, OneOf(POLICIES)]

@@ -11,6 +11,7 @@ inputs is not run again; a stage that was interrupted continues with ``resume_fr
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
@@ -23,7 +24,12 @@ from tcal_components.distill import Distiller
 from tcal_components.distill.profiling import profiled
 from tcal_components.distributed import gather_full_state_dict
 from tcal_components.distributed.preemption import Stopped, one_line_ending, stop_on_signals
-from tcal_components.evaluation.generation import continuation_report, continuations, score_continuations
+from tcal_components.evaluation.generation import (
+    continuation_report,
+    continuations,
+    score_continuations,
+    text_samples,
+)
 from tcal_components.evaluation.load import free
 from tcal_components.export.config_json import ExportInfo
 from tcal_components.export.folder import export_hybrid
@@ -104,7 +110,7 @@ class TaylorCalibrateKD:
         self.report.finish()
         if self._exported is not None:
             card_of_export(self.report.data, self._exported, bench, self.config)
-        for line in closing_lines(self.report.data, self.out):
+        for line in closing_lines(self.report.data, self.out, Path(bench.teacher_checkpointer.checkpoint_dir)):
             bench.log(line)
         if self.logger is not None:
             self.logger.close()
@@ -120,7 +126,7 @@ class TaylorCalibrateKD:
             sums = measure(
                 self.models.teacher,
                 range(self.bench.spec.num_layers),
-                self.bench.calibration_batches(self.config.measure.batch_size),
+                list(self.bench.calibration_batches(self.config.measure.batch_size)),
                 block_size=self.config.measure.query_block,
                 autocast_dtype=self.ctx.autocast_dtype,
             )
@@ -326,6 +332,7 @@ class TaylorCalibrateKD:
                 }
                 clock.add_tokens(theirs.tokens + own.tokens)
                 clock.record(continuation_report(settings, prompts, scores))
+                clock.record(text_samples(self.bench.tokenizer, prompts, texts))
                 clock.record({"tokens": {"generated": theirs.tokens + own.tokens}})
         self._student = None
 

@@ -56,7 +56,7 @@ def stored_statistics(
     """
     path = Path(path)
     if not path.is_file() or Statistics.load(path).metadata.get("fingerprint") != fingerprint:
-        sums = measure(teacher, layers, batches(), block_size=query_block, autocast_dtype=autocast_dtype)
+        sums = measure(teacher, layers, list(batches()), block_size=query_block, autocast_dtype=autocast_dtype)
         if ctx.world_size > 1:
             sums.all_reduce_()
         if ctx.is_first:

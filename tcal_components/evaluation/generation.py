@@ -241,6 +241,36 @@ def score_continuations(
     )
 
 
+def text_samples(
+    tokenizer: Any, prompts: Sequence[Sequence[int]], texts: Mapping[str, Continuations], *, count: int = 2
+) -> dict[str, Any]:
+    """The section ``samples`` of a report: some prompts with what each model writes greedily, as text.
+
+    Args:
+        tokenizer: With ``decode``.
+        prompts: That were continued.
+        texts: By model.
+        count: At most so many, evenly spread over the prompts.
+    """
+
+    def continued(prompt: Sequence[int], text: Sequence[int]) -> str:
+        # Decoded together: a tokenizer may drop the space that a text begins with.
+        before, whole = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *text])
+        return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(list(text))
+
+    chosen = (
+        [len(prompts) * number // count for number in range(count)] if len(prompts) > count else range(len(prompts))
+    )
+    rows = [
+        {
+            "prompt": tokenizer.decode(list(prompts[place])),
+            "texts": {name: continued(prompts[place], own.greedy[place]) for name, own in texts.items()},
+        }
+        for place in chosen
+    ]
+    return {"samples": rows}
+
+
 def continuation_report(
     config: GenerationConfig, prompts: Sequence[Sequence[int]], scores: Mapping[str, ContinuationScores]
 ) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tqdm import tqdm
 
 from tcal_components.checkpoint.artifacts import flush
 from tcal_components.checkpoint.teacher import check_token_ids
@@ -192,15 +193,17 @@ def _write_weights(
         shards.append(list(pending))
         pending.clear()
 
-    for name, tensor in exporter.tensors():
-        size = tensor.numel() * tensor.element_size()
-        if pending and pending_bytes + size > shard_bytes:
-            flush()
-            pending_bytes = 0
-        pending[name] = tensor
-        pending_bytes += size
-        total += size
-    flush()
+    with tqdm(total=layout.spec.num_layers, desc="export", unit="layer") as bar:
+        for name, tensor in exporter.tensors():
+            size = tensor.numel() * tensor.element_size()
+            if pending and pending_bytes + size > shard_bytes:
+                flush()
+                pending_bytes = 0
+            pending[name] = tensor
+            pending_bytes += size
+            total += size
+            bar.update(name.endswith("post_attention_layernorm.weight"))
+        flush()
     if exporter.norm_records:
         write_json(folder / NORM_RECORDS_FILE, exporter.norm_records)
 

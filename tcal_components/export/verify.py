@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from tcal_components.checkpoint.optimizer_state import clean_name
 from tcal_components.checkpoint.teacher import locate_tensors, open_safetensors
@@ -83,6 +84,7 @@ def verify_export(
         _evaluation(student),
         quiet_transformers(),
         torch.no_grad(),
+        tqdm(total=6, desc="check the export", unit="check") as bar,
         _rounded(student, layout, dtype, keep=keep_student) as reference,
     ):
         expected = reference(tokens)
@@ -90,15 +92,20 @@ def verify_export(
         tolerance = relative_tolerance * max(scale, 1.0)
         model, problems = load_stock_model(folder, trust_remote_code=format == CUSTOM_FORMAT)
         model = model.to(device).eval()
+        bar.update(2)  # the files, and that they load
+        checks: dict[str, Callable[[], Any]] = {
+            "max_abs_logit_diff": lambda: _difference(model(input_ids=tokens, use_cache=False).logits, expected),
+            "cached_max_abs_diff": lambda: (
+                _difference(_cached_logits(model, tokens), expected) if model.config.use_cache else None
+            ),
+            "left_padded_max_abs_diff": lambda: _left_padded_difference(model, reference, tokens, pad),
+            "greedy_equal": lambda: _greedy_equal(model, reference, tokens[:1], pad, max_new_tokens, 2.0 * tolerance),
+        }
+        result: dict[str, Any] = {}
         with usable_kernels(model, device):
-            result: dict[str, Any] = {
-                "max_abs_logit_diff": _difference(model(input_ids=tokens, use_cache=False).logits, expected),
-                "cached_max_abs_diff": _difference(_cached_logits(model, tokens), expected)
-                if model.config.use_cache
-                else None,
-                "left_padded_max_abs_diff": _left_padded_difference(model, reference, tokens, pad),
-                "greedy_equal": _greedy_equal(model, reference, tokens[:1], pad, max_new_tokens, 2.0 * tolerance),
-            }
+            for name, check in checks.items():
+                result[name] = check()
+                bar.update()
     result["weights_equal"] = changed is None
     result["tokenizer_equal"] = _tokenizer_equal(folder, format == CUSTOM_FORMAT)
 

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from tcal_components.config import OneOf
+from tcal_components.distributed.collectives import rank
 from tcal_components.initialize.layer import InitializeOptions, LayerBatch, LayerStart
 from tcal_components.initialize.output_projection import RegressionSums
 from tcal_components.initialize.projections import check_head_sizes, read_attention
@@ -67,6 +69,7 @@ def initialize_mixers(
     seed: int = 0,
     options: InitializeOptions | None = None,
     autocast_dtype: torch.dtype | None = None,
+    progress: str | None = "initialize",
 ) -> Initialization:
     """Weights of the mixers by one of the ``STRATEGIES``.
 
@@ -85,6 +88,7 @@ def initialize_mixers(
         seed: of everything random; each layer draws from its own generator, so a layer does not depend on the others.
         options: numbers of the strategies. Default: all defaults.
         autocast_dtype: run the teacher under autocast to this type.
+        progress: label of a progress bar, on rank 0; None shows none.
 
     Returns:
         Initialization: weights and diagnostics.
@@ -110,15 +114,20 @@ def initialize_mixers(
     weights: dict[str, Tensor] = {}
     diagnostics: dict[int, dict[str, Any]] = {}
     group_size = options.layers_per_pass or max(len(ordered), 1)
-    for begin in range(0, len(ordered), group_size):
-        group = ordered[begin : begin + group_size]
-        starts = {i: _candidates(plan, teacher, i, gdn_spec, known.get(i), seed, options, device) for i in group}
-        _fit(plan, teacher, starts, fit, autocast_dtype)
-        for index, start in _choose(teacher, starts, heldout, autocast_dtype).items():
-            for name, value in start.mixer.state_dict().items():
-                weights[f"layers.{index}.attn.{name}"] = value.float().cpu()
-            start.notes.update(folded=start.fold, dropped=["rope"] + ([] if start.fold else start.source.drops))
-            diagnostics[index] = start.notes
+    groups = [ordered[begin : begin + group_size] for begin in range(0, len(ordered), group_size)]
+    fit = fit if plan.regression else fit[: bool(plan.first_batch)]
+    solved = len(ordered) if plan.regression else 0
+    total = len(groups) * (len(fit) + len(heldout)) + solved
+    hidden = progress is None or rank() != 0 or not total
+    with tqdm(total=total, desc=progress, unit="step", disable=hidden) as bar:
+        for group in groups:
+            starts = {i: _candidates(plan, teacher, i, gdn_spec, known.get(i), seed, options, device) for i in group}
+            _fit(plan, teacher, starts, fit, autocast_dtype, bar)
+            for index, start in _choose(teacher, starts, heldout, autocast_dtype, bar).items():
+                for name, value in start.mixer.state_dict().items():
+                    weights[f"layers.{index}.attn.{name}"] = value.float().cpu()
+                start.notes.update(folded=start.fold, dropped=["rope"] + ([] if start.fold else start.source.drops))
+                diagnostics[index] = start.notes
     return Initialization(weights=weights, diagnostics=diagnostics)
 
 
@@ -184,9 +193,10 @@ def _fit(
     starts: Mapping[int, list[LayerStart]],
     batches: Sequence[Batch],
     autocast_dtype: torch.dtype | None,
+    bar: tqdm,
 ) -> None:
     """Runs the steps that need data: one forward of the teacher a batch."""
-    for number, batch in enumerate(batches if plan.regression else batches[: bool(plan.first_batch)]):
+    for number, batch in enumerate(batches):
 
         def look(capture: AttentionCapture, batch: Batch = batch, first: bool = number == 0) -> None:
             data = _layer_batch(capture, batch)
@@ -206,6 +216,7 @@ def _fit(
             with_qkv=bool(plan.first_batch) and number == 0,
             autocast_dtype=autocast_dtype,
         )
+        bar.update()
     for index in sorted(starts) if plan.regression else ():
         for start in starts[index]:
             assert start.sums is not None
@@ -213,6 +224,7 @@ def _fit(
             for step in plan.regression:
                 step(start)
             start.sums = None  # the largest tensors of this stage
+        bar.update()
 
 
 def _full_precision(data: LayerBatch) -> LayerBatch:
@@ -232,6 +244,7 @@ def _choose(
     starts: Mapping[int, list[LayerStart]],
     heldout: Sequence[Batch],
     autocast_dtype: torch.dtype | None,
+    bar: tqdm,
 ) -> dict[int, LayerStart]:
     """Measures every candidate on held-out text and keeps the better one of each layer."""
     sums: dict[tuple[int, bool], HeldoutSums] = {}
@@ -245,6 +258,7 @@ def _choose(
                 sums[capture.layer, start.fold].add_(start.mixer, data)
 
         capture_batch(teacher, sorted(starts), batch, look, with_qkv=False, autocast_dtype=autocast_dtype)
+        bar.update()
     for key in sorted(sums):
         sums[key].all_reduce_()
     chosen = {}

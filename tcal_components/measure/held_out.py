@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
+from tcal_components.distributed.collectives import rank
 from tcal_components.initialize.layer import LayerBatch
 from tcal_components.measure.capture import AttentionCapture, capture_batch
 from tcal_components.measure.held_out_sums import HeldoutSums
@@ -22,6 +24,7 @@ def diagnose(
     batches: Iterable[Mapping[str, Any]],
     *,
     autocast_dtype: torch.dtype | None = None,
+    progress: str | None = "gates and half-lives",
 ) -> dict[int, dict[str, Any]]:
     """Runs mixers on the inputs of the teacher's layers.
 
@@ -30,13 +33,15 @@ def diagnose(
         mixers: by layer index (as text), on the device of the batches.
         batches: this process's prepared batches, the same number on every process.
         autocast_dtype: run the teacher under autocast to this type.
+        progress: label of a progress bar, on rank 0; None shows none.
 
     Returns:
         dict: by layer what :meth:`~tcal_components.measure.held_out_sums.HeldoutSums.notes` gives, of all processes.
     """
     layers = sorted(int(layer) for layer in mixers)
     sums: dict[int, HeldoutSums] = {}
-    for batch in batches:
+    batches = list(batches)  # so that the bar knows how many
+    for batch in tqdm(batches, desc=progress, unit="batch", disable=progress is None or rank() != 0):
         valid: Tensor = batch_documents(batch) >= 0
 
         def add(capture: AttentionCapture, valid: Tensor = valid) -> None:

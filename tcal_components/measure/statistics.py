@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from tqdm import tqdm
 
 from tcal_components.checkpoint.artifacts import save_whole
+from tcal_components.distributed.collectives import rank
 from tcal_components.initialize.closed_form import constant_direction
 from tcal_components.measure.capture import AttentionCapture, capture_batch
 from tcal_components.measure.sums import LayerSums, batch_documents
@@ -209,6 +211,7 @@ def measure(
     *,
     block_size: int = 128,
     autocast_dtype: torch.dtype | None = None,
+    progress: str | None = "measure",
 ) -> StatisticsSums:
     """Sums of this process over prepared batches: one forward of the teacher a batch, no T x T tensor.
 
@@ -220,13 +223,14 @@ def measure(
         batches: prepared batches (tokens, mask, input_pos, optionally document), all of the same T or shorter than the first.
         block_size: queries per block; memory is B x H x block_size x T.
         autocast_dtype: see :func:`~tcal_components.measure.capture.capture_batch`.
+        progress: label of a progress bar, on rank 0; None shows none.
 
     Returns:
         StatisticsSums: to reduce and finalise.
     """
     spec = teacher.spec
     sums: dict[int, LayerSums] = {}
-    for batch in batches:
+    for batch in tqdm(batches, desc=progress, unit="batch", disable=progress is None or rank() != 0):
         tokens = batch["tokens"]
         document = batch_documents(batch)
         for index in layers if not sums else ():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -193,6 +194,24 @@ def _uses_components(argument: str) -> bool:
     return re.search(r"^(from|import) tcal_components\b", text, re.MULTILINE) is not None
 
 
+def _no_word_of_kernels(record: logging.LogRecord) -> bool:
+    return "Skipping import of cpp extensions" not in record.getMessage()
+
+
+def quiet_torchao(arguments: Sequence[str]) -> None:
+    """Keep one line of torchao's off the console of ``tune`` and of scripts that use this project.
+
+    torchao 0.13 to 0.15, which torchtune 0.6.1 needs, says at import that its kernels are of an older torch. Nothing here
+    uses them.
+
+    Args:
+        arguments: the command line, ``sys.argv``.
+    """
+    command = arguments[0] if arguments else ""
+    if Path(command).stem == "tune" or _uses_components(command):
+        logging.getLogger("torchao").addFilter(_no_word_of_kernels)
+
+
 def hooked_spec(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
     """The spec of an awaited module; after the module was executed, our hook for it runs.
 
@@ -205,6 +224,7 @@ def hooked_spec(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
     """
     if name == "torch":
         spin_briefly(getattr(sys, "argv", ()))
+        quiet_torchao(getattr(sys, "argv", ()))
     hook = _HOOKS.get(name)
     if hook is None:
         return None

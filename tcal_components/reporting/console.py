@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tcal_components.assets import asset_path
 from tcal_components.reporting._format import short_tokens
 
 # By stage, the perplexity that it ends with and the tokens that it read.
@@ -45,20 +46,34 @@ def stage_line(report: Mapping[str, Any], stage: str) -> str:
     return f"{stage + ':':<12}" + "   ".join(parts)
 
 
-def closing_lines(report: Mapping[str, Any], folder: Path) -> list[str]:
+def _evaluation(report: Mapping[str, Any], folder: Path, teacher: Path | None) -> str:
+    """The command that measures recall, speed and text of this run's student."""
+    words = [f"tune run recipes/evaluate_hybrid --config configs/evaluate.yaml run_dir={folder}"]
+    if teacher is not None and asset_path("") not in teacher.resolve().parents:
+        words.append(f"teacher_dir={teacher}")
+        if source := (report.get("data") or {}).get("evaluation", {}).get("source"):
+            words.append(f"validation_dataset.source={source}")
+    if report["perplexity"].get("aligned") is None:
+        words.append("students.aligned=null")
+    if not str(report["device"] or "cpu").startswith("cpu"):
+        words.append("device=cuda dtype=bf16")
+    return " ".join(words)
+
+
+def closing_lines(report: Mapping[str, Any], folder: Path, teacher: Path | None = None) -> list[str]:
     """What came out of a run, and what to do with it.
 
     Args:
         report: what ``report.json`` holds.
         folder: the run's ``output_dir``.
+        teacher: the teacher's folder; None: the embedded one.
 
     Returns:
         list: lines.
     """
     lines = []
-    teacher = report["teacher"].get("perplexity")
-    if teacher:
-        lines.append(f"{'teacher:':<13}perplexity {teacher:.2f}")
+    if value := report["teacher"].get("perplexity"):
+        lines.append(f"{'teacher:':<13}perplexity {value:.2f}")
     for key, name in (
         ("naive", "plain copy"),
         ("analytic", "started"),
@@ -70,5 +85,5 @@ def closing_lines(report: Mapping[str, Any], folder: Path) -> list[str]:
     lines.append(f"{'report:':<13}{folder / 'report.md'}")
     if (folder / "export" / "config.json").is_file():
         lines.append(f'{"load it:":<13}AutoModelForCausalLM.from_pretrained("{folder / "export"}")')
-        lines.append(f"{'evaluate it:':<13}tune run recipes/evaluate_hybrid --config configs/evaluate.yaml")
+        lines.append(f"{'evaluate it:':<13}{_evaluation(report, folder, teacher)}")
     return lines

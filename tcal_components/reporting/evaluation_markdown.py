@@ -1,7 +1,8 @@
-"""Tables of the ``evaluation`` section of a report: models side by side."""
+"""Tables of the sections ``evaluation``, ``generation`` and ``continuations`` of a report: models side by side."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,15 @@ def _retrieval(rows: Sequence[Mapping[str, Any]]) -> str:
         chance = next(iter(cells.values()))["chance"]
         accuracy = [f"{100 * cells[d]['accuracy']:.1f} %" if d in cells else None for d in distances]
         body.append((task, model, *accuracy, f"{100 * chance:.2g} %"))
-    note = "Share of answer tokens that the model predicts, by distance in tokens between question and answer.\n\n"
+    means: dict[str, list[float]] = {}
+    for row in rows:
+        means.setdefault(row["model"], []).append(row["accuracy"])
+    note = (
+        "Mean recall: "
+        + ", ".join(f"{model} {100 * sum(values) / len(values):.1f} %" for model, values in means.items())
+        + ". In the table, the share of answer tokens that the model predicts, by distance in tokens between question and "
+        "answer.\n\n"
+    )
     return note + table(("task", "model", *(str(distance) for distance in distances), "chance"), body)
 
 
@@ -133,13 +142,93 @@ def _lm_eval(evaluation: Mapping[str, Any]) -> str:
     return table(("task", "metric", *names), rows) if rows else ""
 
 
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{100 * value:.1f} %"
+
+
+def _continuations(section: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            name,
+            row["agreement_tokens"],
+            _percent(row["equal_tokens"]),
+            _percent(row["win_or_tie"]),
+            row["teacher_nll"]["greedy"],
+            row["teacher_nll"]["sampled"],
+            _percent(row["repetition"]["greedy"]),
+            _percent(row["repetition"]["sampled"]),
+        )
+        for name, row in section["models"].items()
+    ]
+    header = (
+        "model",
+        "first tokens as the teacher's",
+        "equal tokens",
+        "win or tie",
+        "teacher's nats a token, greedy",
+        "sampled",
+        "repeated 4-grams, greedy",
+        "sampled",
+    )
+    note = (
+        f"{section['new_tokens']} tokens after each of {section['prompts']} held-out prompts, greedy and sampled at "
+        f"temperature {section['temperature']:g}. Win or tie: prompts after which the teacher finds the greedy text at "
+        "least as likely as its own.\n\n"
+    )
+    return note + table(header, rows)
+
+
+def _answers(generation: Mapping[str, Mapping[str, float]]) -> str:
+    tasks = {task: row for task, row in generation.items() if task != "continuation"}
+    if not tasks:
+        return ""
+    models = [name for name in next(iter(tasks.values())) if name != "win_or_tie"]
+    rows = [
+        (task, *(_percent(row.get(name)) for name in models), _percent(row.get("win_or_tie")))
+        for task, row in tasks.items()
+    ]
+    note = "Share of right answers, which the model writes itself; win or tie is the first student's, by example.\n\n"
+    return note + table(("task", *models, "win or tie"), rows)
+
+
 def evaluation_sections(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     """``(title, body)`` of every table that ``evaluation`` has numbers for; an empty body where it has none."""
     return [
         ("Perplexity side by side", _perplexity(evaluation)),
         ("Perplexity by context length", _by_context(evaluation)),
-        ("Retrieval by distance", _retrieval(evaluation.get("retrieval") or [])),
+        ("Recall: retrieval by distance", _retrieval(evaluation.get("retrieval") or [])),
         ("Agreement with the teacher", _agreement(evaluation)),
         ("Speed and cache", _speed(evaluation.get("speed") or [])),
         ("lm-eval", _lm_eval(evaluation)),
+    ]
+
+
+_SHOWN = 400  # characters of a prompt, from its end
+
+
+def _samples(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table a prompt, the models' texts side by side."""
+    parts = []
+    for row in rows:
+        prompt = row["prompt"] if len(row["prompt"]) <= _SHOWN else "… " + row["prompt"][-_SHOWN:]
+        models = list(row["texts"])
+        lines = ["| " + " | ".join(models) + " |", "|---" * len(models) + "|"]
+        lines.append("| " + " | ".join(_as_it_stands(row["texts"][name]) for name in models) + " |")
+        parts.append(f"After “{_as_it_stands(prompt)}”:\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _as_it_stands(text: str) -> str:
+    """A model's text in one line of Markdown, none of which is taken for markup; ⏎ where it breaks a line."""
+    text = re.sub(r"([\\`*_\[\]<>|#~$&])", r"\\\1", text.strip())
+    return re.sub(r"\s*\n\s*", " ⏎ ", text) or " "
+
+
+def generation_sections(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """``(title, body)`` of texts and tables; an empty body where there is nothing."""
+    section = report.get("continuations")
+    return [
+        ("Samples of text, each the most likely one", _samples(report.get("samples") or [])),
+        ("Continuations of held-out text", _continuations(section) if section else ""),
+        ("Generated answers", _answers(report.get("generation") or {})),
     ]

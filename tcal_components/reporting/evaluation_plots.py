@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tcal_components.reporting._canvas import SERIES, figure, layer_ticks, log_axis
+from tcal_components.reporting._canvas import SERIES, figure, layer_axis, log_axis
 from tcal_components.reporting._format import milliseconds_a_step, short_number
 
 
@@ -95,7 +95,9 @@ def plot_agreement(report: Mapping[str, Any], path: Path) -> bool:
             n: sorted((int(k), v) for k, v in row["layers"].items() if v is not None) for n, row in results.items()
         }
         _lines(axis, curves)
-        layer_ticks(axis, sorted({int(x) for points in curves.values() for x, _ in points}))
+        student = report.get("student") or {}
+        kept = (student.get("retained_layers") or []) if len(results) == 1 else []  # those of the first student
+        layer_axis(axis, sorted({int(x) for points in curves.values() for x, _ in points}), kept)
         axis.set_ylim(bottom=0)
         axis.set_ylabel("relative error of the hidden state")
         axis.set_title("Hidden states after each layer, student against teacher")

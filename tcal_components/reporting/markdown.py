@@ -8,12 +8,11 @@ from typing import Any
 
 from tcal_components.checkpoint.artifacts import replacing
 from tcal_components.reporting._format import short_number, short_tokens, table
-from tcal_components.reporting.evaluation_markdown import evaluation_sections
-from tcal_components.reporting.generation_markdown import generation_sections
+from tcal_components.reporting.evaluation_markdown import evaluation_sections, generation_sections
 
 _STAGE_ROWS = (
-    ("naive", "naive copy, library defaults"),
-    ("analytic", "after initialization (no gradient step)"),
+    ("naive", "plain copy (library defaults for the rest)"),
+    ("analytic", "after the start (set from measurements, no training)"),
     ("aligned", "after alignment"),
     ("distilled", "after distillation"),
 )
@@ -24,6 +23,12 @@ _TOKENS_UP_TO = {
     "aligned": ("calibration", "alignment"),
     "distilled": ("calibration", "alignment", "distillation"),
 }
+
+
+_RECALL = (
+    "Not measured by this recipe, and perplexity says little about it: `tune run recipes/evaluate_hybrid --config "
+    "configs/evaluate.yaml` asks for what stands far back in the text."
+)
 
 
 def _ratio(value: float | None, base: float | None) -> str | None:
@@ -42,7 +47,7 @@ def _summary(report: Mapping[str, Any]) -> str:
     if teacher:
         text += f", **{_ratio(value, teacher)}** the teacher's {short_number(teacher, 4)}"
     if perplexity.get("naive"):
-        text += f", **{_ratio(perplexity['naive'], value)}** better than the naive copy"
+        text += f", **{_ratio(perplexity['naive'], value)}** better than the plain copy"
     return text + "."
 
 
@@ -57,7 +62,7 @@ def perplexity_table(report: Mapping[str, Any]) -> str:
             better = None if name == "naive" else _ratio(values.get("naive"), values[name])
             spent = sum(report["tokens"].get(key) or 0 for key in _TOKENS_UP_TO[name])
             rows.append((label, values[name], _ratio(values[name], teacher), better, short_tokens(spent)))
-    header = ("model", "perplexity", "ratio to teacher", "better than naive", "tokens spent")
+    header = ("model", "perplexity", "ratio to teacher", "better than the plain copy", "tokens spent")
     return table(header, rows) if rows else ""
 
 
@@ -153,13 +158,14 @@ def render_markdown(report: Mapping[str, Any], *, plots: Sequence[tuple[str, str
         ("Perplexity (held-out text)", perplexity_table(report) if staged else ""),
         *evaluation_sections(report.get("evaluation") or {}),
         *generation_sections(report),
+        ("Recall", _RECALL if report["recipe"] == "taylor_calibrate_kd" and not report.get("evaluation") else ""),
         ("Models", _models(report)),
         ("Stages", _stages(report)),
         ("Export", _export(report)),
         ("What the student drops of the teacher's attention", _dropped(report)),
         ("Data", _data(report)),
         ("Plots", "\n\n".join(f"**{caption}**\n\n![{caption}]({path})" for path, caption in plots)),
-        ("Alignment error by layer (relative, held out)", _alignment(report)),
+        ("Error of every converted layer (relative, held out)", _alignment(report)),
         ("Where it ran", _environment(report)),
     ]
     parts = [f"# Report of {report['recipe']}", _summary(report)]

@@ -15,9 +15,10 @@ from tcal_components.reporting.markdown import perplexity_table
 _LOAD = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
-model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto", device_map="auto"{trust})
-inputs = tokenizer("The capital of France is", return_tensors="pt").to(model.device)
+folder = "{folder}"  # this folder, or the model's name once it is on a hub
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto"{trust})
+inputs = tokenizer("The capital of France is", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0], skip_special_tokens=True))
 ```"""
 
@@ -56,12 +57,20 @@ def _metadata(
     return "\n".join([*lines, "---"])
 
 
+def _without_folders(source: str) -> str:
+    """The last part of a path on this machine; names of assets and of data sets stay whole."""
+    path = Path(source).expanduser()
+    here = source[:1] in "~./\\" or path.is_absolute() or path.exists()
+    return path.resolve().name if here else source
+
+
 def _data(report: Mapping[str, Any]) -> str:
     data = report.get("data") or {}
     rows = [(key, f"{count:,}") for key, count in report["tokens"].items() if count]
     text = table(("tokens spent", "count"), rows) if rows else ""
     sources = [
-        f"- {part}: {row.get('source')}" + (f" ({row['documents']:,} documents)" if row.get("documents") else "")
+        f"- {part}: {_without_folders(row['source'])}"
+        + (f" ({row['documents']:,} documents)" if row.get("documents") else "")
         for part, row in data.items()
         if isinstance(row, Mapping) and row.get("source")
     ]
@@ -73,6 +82,7 @@ def render_model_card(
     *,
     name: str,
     teacher: str,
+    folder: str | None = None,
     base_model: str | None = None,
     license: str | None = None,
     language: str = "en",
@@ -85,6 +95,7 @@ def render_model_card(
         report: The content of ``report.json``.
         name: Name of the exported model.
         teacher: Name of the teacher, for people.
+        folder: Name of the folder that the card lies in, by which it is loaded; ``None``: ``name``.
         base_model: Its name on the Hugging Face hub, for the metadata; ``None`` leaves it out.
         license: Licence of the teacher, which the student inherits; ``None`` when the folder does not say.
         language: Language of the text it was trained on.
@@ -110,10 +121,13 @@ def render_model_card(
     dropped = [f"{k}: {v}" for k, v in dropped.items()] if isinstance(dropped, Mapping) else dropped
     steps = (("alignment", "aligned layer by layer"), ("distillation", "distilled end to end"))
     trained = [phrase for key, phrase in steps if report["tokens"].get(key)]
-    made = " and ".join(trained) or "initialized in closed form, without training"
+    made = " and ".join(trained) or "set from what was measured of the teacher, without training"
     sections = [
         ("Results", perplexity_table(report)),
-        ("How to load it", _LOAD.format(folder=name, trust=", trust_remote_code=True" if _is_custom(export) else "")),
+        (
+            "How to load it",
+            _LOAD.format(folder=folder or name, trust=", trust_remote_code=True" if _is_custom(export) else ""),
+        ),
         ("Where it runs", "\n".join(f"- {note}" for note in serving_notes)),
         ("Training text", _data(report)),
         ("What it drops of the teacher's attention", "\n".join(f"- {item}" for item in dropped)),
@@ -157,7 +171,7 @@ def _is_custom(export: Mapping[str, Any]) -> bool:
 def write_model_card(report: Mapping[str, Any], folder: str | Path, **options: Any) -> Path:
     """Writes :func:`render_model_card` as ``README.md`` into ``folder``, replacing a copy of the teacher's card."""
     folder = Path(folder)
-    options.setdefault("name", folder.resolve().name)
+    options = {"name": folder.resolve().name, "folder": folder.resolve().name, **options}
     path = folder / "README.md"
     with replacing(path) as temporary:
         temporary.write_text(render_model_card(report, **options), encoding="utf-8")

@@ -230,6 +230,24 @@ def test_spin_is_set_before_torch_loads(python: Path, tmp_path: Path) -> None:
         assert subprocess.check_output(command, text=True, cwd=tmp_path, env=environment).split()[-1] == expected
 
 
+def test_one_line_of_torchao_is_kept_off_the_console(python: Path, tmp_path: Path) -> None:
+    """Other programs of the environment keep it, and so does everything else that torchao says."""
+    code = """
+import logging, os
+import torch
+for text in ("Skipping import of cpp extensions due to ...", "another line"):
+    logging.getLogger("torchao").warning(text)
+"""
+    for name, use, shown in (
+        ("tune", "", False),
+        ("mine.py", "import tcal_components\n", False),
+        ("other.py", "", True),
+    ):
+        (tmp_path / name).write_text(use + code)
+        said = subprocess.run([python, name], cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+        assert ("Skipping" in said) is shown and "another line" in said, name
+
+
 def test_wheel_ships_no_top_level_recipes(python: Path) -> None:
     """torchtune's own package `recipes` would be overwritten."""
     code = "import importlib.metadata as m; print(*(str(f) for f in m.files('taylor-calibrate')), sep='\\n')"

@@ -1,5 +1,8 @@
 """The lines that a run says."""
 
+from pathlib import Path
+
+from tcal_components.assets import asset_path
 from tcal_components.reporting.console import closing_lines, stage_line
 from tcal_components.reporting.report import empty_report
 
@@ -31,4 +34,18 @@ def test_the_end_says_what_came_out_and_what_to_do_with_it(tmp_path):
     assert lines[3].endswith("report.md") and len(lines) == 4, "nothing was exported"
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "config.json").write_text("{}")
-    assert "from_pretrained" in closing_lines(report(), tmp_path)[4]
+    lines = closing_lines(report(), tmp_path, asset_path("quickstart"))
+    assert "from_pretrained" in lines[4]
+    command = f"evaluate it: tune run recipes/evaluate_hybrid --config configs/evaluate.yaml run_dir={tmp_path}"
+    assert lines[5] == command
+
+
+def test_the_command_that_evaluates_is_of_this_run(tmp_path):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
+    found = report()
+    found |= {"data": {"evaluation": {"source": "my/eval.jsonl"}}, "device": "NVIDIA H200"}
+    found["perplexity"]["aligned"] = None
+    assert closing_lines(found, tmp_path, Path("my/teacher"))[-1].endswith(
+        " teacher_dir=my/teacher validation_dataset.source=my/eval.jsonl students.aligned=null device=cuda dtype=bf16"
+    )

@@ -5,8 +5,8 @@ import re
 import pytest
 import yaml
 
+from tcal_components.ablation.tables import fewer_tokens_table, recovery_table
 from tcal_components.reporting import Report, render_markdown, render_model_card, teacher_license, write_model_card
-from tcal_components.reporting.ablation import fewer_tokens_table, recovery_table
 
 
 def test_markdown_holds_the_numbers_and_their_ratios(report):
@@ -15,7 +15,7 @@ def test_markdown_holds_the_numbers_and_their_ratios(report):
     for number in ("14 355", "143.2", "18.41", "12.87", "11.64"):
         assert number in text
     assert f"**{12.87 / 11.64:.4g}x** the teacher's" in text
-    assert "**1 115x** better than the naive copy" in text  # 14355 / 12.87
+    assert "**1 115x** better than the plain copy" in text  # 14355 / 12.87
     assert "| after alignment | 18.41 | 1.582x | 779.7x | 885 k |" in text
     assert "worst 0.25 (layer 5)" in text
     assert "134,515,008" in text and "150,123,456" in text
@@ -31,6 +31,26 @@ def test_markdown_holds_the_evaluation(report):
     assert "| hybrid | 87.5 % | 0.0519 | 0.312 (layer 1) |" in text
     assert "| 1024 | teacher | 4 321 | 87.5 | 3 MiB | 3 MiB |" in text
     assert "| tcal_local | acc | 0.4375 | 0.4375 |" in text
+
+
+def test_recall_has_a_mean_beside_its_table_or_a_word_on_where_it_is_measured(report):
+    assert "Mean recall: teacher 62.5 %, hybrid 62.5 %." in render_markdown(report.data)
+    del report.data["evaluation"]
+    text = render_markdown(report.data)
+    assert "## Recall\n\nNot measured by this recipe" in text and "recipes/evaluate_hybrid" in text
+
+
+def test_samples_stand_side_by_side_and_as_they_are(report):
+    texts = {"teacher": " of a | b,\n\n  <b>*so*</b>", "student": " "}
+    report.data["samples"] = [{"prompt": "x" * 500 + " the end", "texts": texts}]
+    text = render_markdown(report.data)
+    section = text.split("## Samples of text")[1].split("\n## ")[0]
+    assert section.splitlines()[4:] == [
+        "| teacher | student |",
+        "|---|---|",
+        r"| of a \| b, ⏎ \<b\>\*so\*\</b\> |   |",
+    ]
+    assert "After “… xxx" in section and "the end”:" in section
 
 
 def test_recovery_tables_hold_the_best_run_and_the_comparison():
@@ -88,6 +108,26 @@ def test_model_card_metadata_and_content(report, tmp_path):
     assert "AutoModelForCausalLM.from_pretrained" in body and "trust_remote_code" not in body
     for part in ("transformers >= 5.2: run", "English only", "12.87", "819,200", "corpus/train", "0, 4"):
         assert part in body
+
+
+def test_the_card_names_no_folder_of_the_machine_and_the_folder_that_it_lies_in(report, tmp_path):
+    text = tmp_path / "a person" / "text.jsonl"
+    text.parent.mkdir()
+    text.touch()
+    sources = {"training": str(text), "evaluation": "asset:quickstart/eval.jsonl", "calibration": "Some/dataset"}
+    sources |= {"heldout": "../private/texts", "other": "~/private/more"}
+    report.replace("data", {part: {"source": source, "documents": 3} for part, source in sources.items()})
+    folder = tmp_path / "run" / "export"
+    folder.mkdir(parents=True)
+    card = write_model_card(report.data, folder, name="run", teacher="t").read_text()
+    assert str(tmp_path) not in card and "a person" not in card and "private" not in card
+    for line in (
+        "- training: text.jsonl (3 d",
+        "- evaluation: asset:quickstart/eval.jsonl (",
+        "- calibration: Some/dataset (",
+    ):
+        assert line in card
+    assert "# run\n" in card and 'folder = "export"' in card
 
 
 def test_model_card_replaces_the_teachers_card_and_claims_no_training_that_was_not(report, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from tcal_components.reporting import Report, write_plots
 from tcal_components.reporting.evaluation_plots import plot_retrieval
-from tcal_components.reporting.plots import plot_recovery, plot_report
+from tcal_components.reporting.plots import plot_distillation, plot_recovery, plot_report
 
 
 def _size(path) -> tuple[int, int]:
@@ -23,7 +23,7 @@ def test_every_plot_is_drawn_and_has_ink(report, tmp_path):
     written = dict(write_plots(report.data, tmp_path))
     assert list(written) == [
         "report.png",
-        "recovery.png",
+        "distillation.png",
         "half_life.png",
         "gates.png",
         "resources.png",
@@ -79,6 +79,64 @@ def test_named_recovery_curves(report, tmp_path):
     rows = [{"tokens": 10, "perplexity": 100.0}, {"tokens": 1000, "perplexity": 20.0}]
     report.data["recovery_curve"] = {f"start {index}": rows for index in range(7)}
     assert plot_recovery(report.data, tmp_path / "p.png")
+    assert not plot_distillation(report.data, tmp_path / "d.png")  # which is of one student
+
+
+def _numbers(axis) -> list[list[str]]:
+    """The numbers that stand on both sides of a plot."""
+    axis.figure.canvas.draw()
+    sides = ((axis.xaxis, axis.get_xlim()), (axis.yaxis, sorted(axis.get_ylim())))
+    return [
+        [t.label1.get_text() for t in side.get_major_ticks() if low <= t.get_loc() <= high and t.label1.get_text()]
+        for side, (low, high) in sides
+    ]
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Every figure that is saved."""
+    from matplotlib.figure import Figure
+
+    found, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **options: (found.append(self), save(self, *a, **options)))
+    return found
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.003, 1.3, 40.0])
+def test_every_axis_has_numbers(report, tmp_path, figures, scale):
+    """Whether the values lie within one decade or over several."""
+    data = report.data
+    heads = {"before": [3.0, 3.0 * scale], "after": [3.1, 3.1 * scale]}
+    data["half_life"] = dict.fromkeys(data["half_life"], heads)
+    data["perplexity"] = {"naive": 11.7 * scale, "analytic": 11.7, "aligned": 11.7, "distilled": 11.7}
+    data["recovery_curve"] = [{"tokens": 65536, "perplexity": 11.7 * scale}, {"tokens": 99999, "perplexity": 11.7}]
+    write_plots(data, tmp_path)
+    curve = [{"tokens": 100, "perplexity": 11.8 * scale}, {"tokens": 100 * (1 + scale), "perplexity": 11.8}]
+    assert plot_recovery({**data, "recovery_curve": {"one": curve}}, tmp_path / "recovery.png")
+    assert len(figures) == 10
+    for axis in (axis for figure in figures for axis in figure.axes):
+        few = 1 if axis.get_xlabel().startswith(("context", "position")) else 2  # one length, one bucket
+        assert min(map(len, _numbers(axis))) >= few, (axis.get_title(), axis.get_xlabel(), _numbers(axis))
+
+
+def test_layers_that_keep_attention_are_marked(report, tmp_path, figures):
+    write_plots(report.data, tmp_path)
+    by_layer = [axis for figure in figures for axis in figure.axes if axis.get_xlabel() == "layer"]
+    assert len(by_layer) == 5  # errors, half-lives, two gates, agreement
+    for axis in by_layer:
+        shaded = [patch for patch in axis.patches if patch.get_width() == 1]
+        assert [patch.get_x() + 0.5 for patch in shaded] == [0, 4]
+        assert "keeps attention" in axis.get_legend_handles_labels()[1]
+
+
+def test_the_distillation_is_drawn_against_its_own_tokens_with_the_teacher_as_a_line(report, tmp_path, figures):
+    assert plot_distillation(report.data, tmp_path / "d.png")
+    (axis,) = figures[0].axes
+    student, teacher = axis.get_lines()
+    assert list(student.get_xdata()) == [0, 5884736 - 65536] and list(student.get_ydata()) == [143.2, 12.87]
+    assert list(teacher.get_ydata()) == [11.64, 11.64] and teacher.get_label() == "teacher: 11.6"
+    assert axis.texts[0].get_text() == "12.87\n(1.106 x)"
+    assert not plot_distillation({**report.data, "recovery_curve": []}, tmp_path / "none.png")
 
 
 @pytest.mark.parametrize("teacher, drawn", [(8.0, [1150.0, 150.0]), (25.0, [100.0, 20.0]), (None, [100.0, 20.0])])
@@ -92,7 +150,8 @@ def test_recovery_is_what_is_missing_to_the_teacher(report, tmp_path, monkeypatc
         return plot(axis, x, y, **style)
 
     monkeypatch.setattr(Axes, "plot", record)
-    report.data["recovery_curve"] = [{"tokens": 10, "perplexity": 100.0}, {"tokens": 1000, "perplexity": 20.0}]
+    rows = [{"tokens": 10, "perplexity": 100.0}, {"tokens": 1000, "perplexity": 20.0}]
+    report.data["recovery_curve"] = {"a start": rows}
     report.data["teacher"]["perplexity"] = teacher
     assert plot_recovery(report.data, tmp_path / "p.png")
     assert lines == [pytest.approx(drawn)]

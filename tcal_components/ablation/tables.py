@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -209,14 +208,7 @@ def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], teacher: float | None) -
     axis.bar_label(bars, [short_number(value) for value in values], padding=3)
     low = min([*values, *([teacher] if teacher else [])])
     high = max(values) * max(2.5, (max(values) / low) ** 0.25)
-    axis.set_xscale("log")
-    axis.set_xlim(low / 1.5, high)
-    if high / low < 100:  # too few decades for matplotlib's powers of ten to label the axis
-        powers = range(math.floor(math.log10(low / 1.5)), math.ceil(math.log10(high)) + 1)
-        ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-        axis.set_xticks([tick for tick in ticks if low / 1.5 <= tick <= high])
-    axis.xaxis.set_major_formatter(lambda value, _: short_number(value))
-    axis.xaxis.set_minor_formatter(lambda value, _: "")
+    log_axis(axis, low / 1.5, high, side="x")
     if teacher:
         label = f"teacher: {short_number(teacher)}"
         axis.axvline(teacher, color=TEACHER, linestyle="--", linewidth=1.3, label=label)
