@@ -21,12 +21,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tcal_components.checkpoint.artifacts import flush, writing
+from tcal_components.checkpoint.artifact import Artifact
+from tcal_components.checkpoint.files import flush, writing
 from tcal_components.distributed.watch import barrier, patient_group
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _SEAL = "complete.json"
-_INPUTS = "inputs.txt"
+_INPUTS = "inputs.json"
 _WRITING = ".writing-"
 _DROPPED = ".dropped-"
 
@@ -48,32 +49,30 @@ class RunState:
         self.directory = Path(directory)
         self.keep_last = keep_last
 
-    def begin(self, made_of: str, *, resume: bool = True) -> bool:
+    def begin(self, inputs: Mapping[str, Any], *, resume: bool = True) -> bool:
         """Start a stage, or continue it: checkpoints that were made from other inputs are forgotten.
 
         Args:
-            made_of: fingerprint of all that the state depends on.
+            inputs: all that the state depends on, as for :class:`~tcal_components.checkpoint.artifact.Artifact`.
             resume: False forgets those of the same inputs too.
 
         Returns:
             bool: whether the stage was begun with the same inputs, as the first process sees it.
         """
-        same = [resume and self.made_of() == made_of]
+        marker = self.begun_with(inputs)
+        same = [resume and marker.current()]
         if _distributed():
             dist.broadcast_object_list(same, src=0)
         if not same[0]:
             self.clear()
             if _first():
-                with writing(self.directory):
-                    self.directory.mkdir(parents=True, exist_ok=True)
-                    _write_flushed(self.directory / _INPUTS, made_of)
+                marker.save({})
             barrier()
         return same[0]
 
-    def made_of(self) -> str | None:
-        """What the stage was begun with; None if it was not."""
-        marker = self.directory / _INPUTS
-        return marker.read_text() if marker.is_file() else None
+    def begun_with(self, inputs: Mapping[str, Any]) -> Artifact:
+        """Says whether the stage was begun with these inputs, and which of them have changed since."""
+        return Artifact(self.directory / _INPUTS, inputs)
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tcal_components.checkpoint.artifacts import writing
+from tcal_components.checkpoint.files import writing
 from tcal_components.config import ConfigError
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torchtune import utils
 
 from tcal_components.assets import resolve
-from tcal_components.checkpoint.artifacts import replacing, save_whole
+from tcal_components.checkpoint.files import replacing, save_whole
 from tcal_components.checkpoint.fingerprint import fingerprint
 from tcal_components.data.chat import BUILDERS
 from tcal_components.data.disjoint import PackedDocument

@@ -6,18 +6,16 @@ file, so that an interrupted ranking continues.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from tcal_components.checkpoint.artifacts import replacing
+from tcal_components.checkpoint.artifact import Artifact
 from tcal_components.data.packed import IGNORE_INDEX
 from tcal_components.distributed.collectives import all_sum_, rank
 from tcal_components.evaluation.access import device_of, evaluating, final_hidden, gathered, head_of, inputs_for
@@ -53,27 +51,18 @@ class ScoreFile:
     """Measured numbers by name, in a JSON file that is written whole after each of them.
 
     Args:
-        path: the file; None keeps the numbers in memory.
-        fingerprint: of what the numbers depend on; a file with another one is started anew.
+        artifact: the file; one of other inputs is started anew. None keeps the numbers in memory.
 
     Attributes:
         values: the numbers by name.
         seconds: time that measuring them took, earlier runs included.
     """
 
-    def __init__(self, path: str | Path | None, *, fingerprint: str = "") -> None:
-        self.path = None if path is None else Path(path)
-        self.fingerprint = fingerprint
-        self.values: dict[str, float] = {}
-        self.seconds = 0.0
-        if self.path is not None and self.path.is_file():
-            try:
-                content = json.loads(self.path.read_text())
-            except json.JSONDecodeError:
-                content = {}
-            if content.get("fingerprint") == fingerprint:
-                self.values = {str(key): float(value) for key, value in content["values"].items()}
-                self.seconds = float(content["seconds"])
+    def __init__(self, artifact: Artifact | None = None) -> None:
+        self._artifact = artifact
+        kept = artifact.load() if artifact is not None and artifact.current() else {}
+        self.values: dict[str, float] = kept.get("values", {})
+        self.seconds: float = kept.get("seconds", 0.0)
 
     def get(self, name: str, compute: Callable[..., float], *args: Any) -> float:
         """The stored number, or the computed one, which is then stored.
@@ -120,11 +109,8 @@ class ScoreFile:
         return [self.values[name] for name in names]
 
     def _write(self) -> None:
-        if self.path is None or rank() != 0:
-            return
-        content = {"fingerprint": self.fingerprint, "seconds": self.seconds, "values": self.values}
-        with replacing(self.path) as temporary:
-            temporary.write_text(json.dumps(content, indent=1))
+        if self._artifact is not None and rank() == 0:
+            self._artifact.save({"seconds": self.seconds, "values": self.values})
 
 
 class Scorer:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from tcal_components.checkpoint import artifacts
-from tcal_components.checkpoint.artifacts import WriteError
+from tcal_components.checkpoint.files import WriteError
 from tcal_components.data import assert_disjoint, mixed_text, packed_chat, packed_text, token_files
 from tcal_components.data.token_files import TokenFiles
 
