@@ -35,7 +35,7 @@ from tcal_components.export.config_json import ExportInfo
 from tcal_components.export.folder import export_hybrid
 from tcal_components.export.verify import verify_export
 from tcal_components.initialize.initialize import initialize_mixers
-from tcal_components.measure.statistics import Statistics, measure
+from tcal_components.measure.statistics import Statistics, stored_statistics
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.pipeline.models import Models
 from tcal_components.pipeline.notes import (
@@ -124,17 +124,15 @@ class TaylorCalibrateKD:
             return
         tokens = self.bench.data["calibration"].num_tokens
         with self.stages.running("measure") as clock:
-            # Each process sums over its part of the text.
-            sums = measure(
-                self.models.teacher,
-                range(self.bench.spec.num_layers),
-                list(self.bench.calibration_batches(self.config.measure.batch_size)),
-                block_size=self.config.measure.query_block,
-                autocast_dtype=self.ctx.autocast_dtype,
+            # Each process sums over its part of the text; the means over all of it are the stage's output.
+            stored_statistics(
+                self.stages.output("measure"),
+                teacher=self.models.teacher,
+                layers=range(self.bench.spec.num_layers),
+                batches=lambda: self.bench.calibration_batches(self.config.measure.batch_size),
+                query_block=self.config.measure.query_block,
+                ctx=self.ctx,
             )
-            if self.ctx.world_size > 1:
-                sums.all_reduce_()
-            self.stages.write_statistics(sums)
             clock.add_tokens(tokens)
             clock.record({"tokens": {"calibration": tokens}})
 

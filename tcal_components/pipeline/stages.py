@@ -17,7 +17,6 @@ from tcal_components.checkpoint.run_state import RunState
 from tcal_components.config import ConfigError
 from tcal_components.config.pipeline import PipelineConfig
 from tcal_components.distributed.watch import shared
-from tcal_components.measure.statistics import StatisticsSums
 from tcal_components.reporting import Report, StageClock, stage_result
 from tcal_components.reporting.console import stage_line
 from tcal_components.reporting.report import NUMBERS
@@ -110,16 +109,6 @@ class Stages:
         """Writes a stage's output whole or not at all, by the first process; the others wait."""
         if self.bench.ctx.is_first:
             self.output(stage).save(tensors)
-        self.bench.ctx.barrier()
-
-    def write_statistics(self, sums: StatisticsSums) -> None:
-        """Writes what ``measure`` found, likewise.
-
-        Args:
-            sums: of all processes.
-        """
-        if self.bench.ctx.is_first:
-            sums.finalise().save(self.output("measure"))
         self.bench.ctx.barrier()
 
     def state(self, stage: str) -> tuple[RunState, dict[str, Any]]:
