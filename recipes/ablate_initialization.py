@@ -103,18 +103,14 @@ class AblateInitialization:
             starts = {f"{cell['start']}/{cell['alignment']}": cell for cell in cells[::-1]}
             kept = {name: self.kept(cell["start"], cell["alignment"], cell["seed"]) for name, cell in starts.items()}
             weights = {name: mixers for name, mixers in kept.items() if mixers is not None}
-            self.recovery.run(
-                starts, weights, teacher=self.teacher, teacher_perplexity=perplexity, write=self._write_recovery
-            )
+            for sections in self.recovery.run(starts, weights, teacher=self.teacher, teacher_perplexity=perplexity):
+                for name, section in sections.items():
+                    self.report.replace(name, section)
 
         if self.ctx.is_first:
             plot_ablation(self.report["ablation"], perplexity, self.out / "ablation.png")
         bench.log(f"report: {self.report.finish(ablation_markdown(self.report.data))}")
         bench.close()
-
-    def _write_recovery(self, table: dict[str, Any], curves: dict[str, Any]) -> None:
-        self.report.replace("recovery", table)
-        self.report.replace("recovery_curve", curves)
 
     # ------------------------------------------------------------------------------------------- starts and alignments
 

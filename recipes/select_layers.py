@@ -32,9 +32,8 @@ from tcal_components.select.gates import train_gates
 from tcal_components.select.policies import (
     POLICIES,
     Ranking,
+    rank_by,
     rank_by_ablation,
-    rank_by_alignment_error,
-    rank_by_gates,
     rank_by_kl,
     rank_by_single_keep,
     rank_uniform,
@@ -218,7 +217,7 @@ class SelectLayers:
         tokens = {uses[stage]: self.report["tokens"][uses[stage]] for stage in stages}
         if policy == "alignment_error":
             errors = {int(layer): error["last"] for layer, error in self.report["alignment_error"].items()}
-            return rank_by_alignment_error(errors), seconds, tokens
+            return rank_by(errors), seconds, tokens
 
         # The others measure models with exchanged layers; every number is kept, so that an interrupted ranking continues.
         made_from = self.mixers[select.mixers].fingerprint if stages else None
@@ -228,7 +227,7 @@ class SelectLayers:
         if policy == "gates":
             assert mixers is not None
             gates, read = self._gates(mixers, scores)
-            return rank_by_gates(gates), seconds + scores.seconds, {**tokens, "gates": read}
+            return rank_by(gates), seconds + scores.seconds, {**tokens, "gates": read}
         batches = evaluation_batches(
             bench.data["heldout"], batch_size=select.batch_size, rank=self.ctx.rank, world_size=self.ctx.world_size
         )

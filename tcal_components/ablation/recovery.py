@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,7 @@ class Recovery:
         *,
         teacher: HybridDecoder,
         teacher_perplexity: float,
-        write: Callable[[dict[str, Any], dict[str, Any]], None],
-    ) -> None:
+    ) -> Iterator[dict[str, Any]]:
         """Distils from each start over the whole of its grid.
 
         Args:
@@ -119,7 +118,9 @@ class Recovery:
             weights: by name, the mixers of the cells that are distilled from.
             teacher: prepared by the bench.
             teacher_perplexity: on the evaluation text.
-            write: called after each start with the table and the curves so far.
+
+        Yields:
+            After each start the report's sections ``recovery`` and ``recovery_curve`` so far.
         """
         ratios, baseline = self.config.ratios, self.config.baseline or self.config.starts[0]
         found: dict[str, Any] = {}
@@ -143,7 +144,8 @@ class Recovery:
                 for start in found.values():
                     start["fewer_than"] = fewer_tokens(start["tokens_to"], base["tokens_to"], spent)
             table = {"ratios": [f"{r:g}" for r in ratios], "baseline": baseline, "starts": found}
-            write(table, {key: lower_envelope(value["runs"]) for key, value in found.items()})
+            curves = {key: lower_envelope(value["runs"]) for key, value in found.items()}
+            yield {"recovery": table, "recovery_curve": curves}
 
     def distill(
         self, cell: Mapping[str, Any], weights: Artifact, config: DistillConfig, teacher: HybridDecoder

@@ -19,7 +19,7 @@ from tcal_components.checkpoint.artifact import Artifact
 from tcal_components.data.packed import IGNORE_INDEX
 from tcal_components.distributed.collectives import all_sum_, rank
 from tcal_components.evaluation.access import device_of, evaluating, final_hidden, gathered, head_of, inputs_for
-from tcal_components.evaluation.perplexity import CHUNK_TOKENS
+from tcal_components.evaluation.perplexity import CHUNK_TOKENS, perplexity
 from tcal_components.modules.conversion import converted
 
 Batch = Mapping[str, Tensor]
@@ -154,7 +154,8 @@ class Scorer:
         Returns:
             float: of all processes.
         """
-        return self._mean(replaced or nn.ModuleDict(), self._cross_entropy)
+        with converted(self.teacher, replaced or nn.ModuleDict()) as model:
+            return perplexity(model, self._batches, autocast_dtype=self._autocast_dtype).loss
 
     def kl(self, replaced: nn.ModuleDict) -> float:
         """Mean KL(teacher || model) over the full vocabulary, in nats a token.
@@ -170,40 +171,24 @@ class Scorer:
             with evaluating(self.teacher, device=self.device, autocast_dtype=self._autocast_dtype):
                 for inputs, counted in self._inputs():
                     self._teacher_hidden.append(gathered(self.teacher, final_hidden, self.teacher, inputs)[counted])
-        return self._mean(replaced, self._divergence)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with (
+            converted(self.teacher, replaced),
+            evaluating(self.teacher, device=self.device, autocast_dtype=self._autocast_dtype),
+        ):
+            for (inputs, counted), wanted in zip(self._inputs(), self._teacher_hidden):
+                total += gathered(self.teacher, self._divergence, inputs, counted, wanted)
+        return float(all_sum_(total)) / self.tokens
 
     def _inputs(self) -> Iterable[tuple[dict[str, Any], Tensor]]:
         for batch in self._batches:
             for inputs in inputs_for(self.teacher, batch, self.device):
                 yield inputs, inputs["labels"] != IGNORE_INDEX
 
-    def _mean(self, replaced: nn.ModuleDict, measure: Callable[[dict[str, Any], Tensor, int], Tensor]) -> float:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with (
-            converted(self.teacher, replaced),
-            evaluating(self.teacher, device=self.device, autocast_dtype=self._autocast_dtype),
-        ):
-            for number, (inputs, counted) in enumerate(self._inputs()):
-                total += gathered(self.teacher, measure, inputs, counted, number)
-        return float(all_sum_(total)) / self.tokens
-
-    def _cross_entropy(self, inputs: dict[str, Any], counted: Tensor, number: int) -> Tensor:
-        hidden, labels = final_hidden(self.teacher, inputs)[counted], inputs["labels"][counted]
-        head = head_of(self.teacher)
-        parts = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
-        return sum(
-            (
-                nn.functional.cross_entropy(head(h).float(), target, reduction="none").double().sum()
-                for h, target in parts
-            ),
-            torch.zeros((), dtype=torch.float64, device=self.device),
-        )
-
-    def _divergence(self, inputs: dict[str, Any], counted: Tensor, number: int) -> Tensor:
-        assert self._teacher_hidden is not None
+    def _divergence(self, inputs: dict[str, Any], counted: Tensor, wanted: Tensor) -> Tensor:
         hidden, head = final_hidden(self.teacher, inputs)[counted], head_of(self.teacher)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for h, t in zip(hidden.split(CHUNK_TOKENS), self._teacher_hidden[number].split(CHUNK_TOKENS)):
+        for h, t in zip(hidden.split(CHUNK_TOKENS), wanted.split(CHUNK_TOKENS)):
             log_q, log_p = head(h).float().log_softmax(-1), head(t).float().log_softmax(-1)
             total += (log_p.exp() * (log_p - log_q)).sum(-1).double().sum()
         return total

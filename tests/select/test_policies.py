@@ -9,8 +9,8 @@ from tcal_components.models.retained import RetainConfig, resolve_retained
 from tcal_components.modules.conversion import build_mixers, converted, load_mixers
 from tcal_components.modules.spec import GatedDeltaNetSpec
 from tcal_components.select.policies import (
+    rank_by,
     rank_by_ablation,
-    rank_by_alignment_error,
     rank_by_kl,
     rank_by_single_keep,
     rank_uniform,
@@ -148,7 +148,7 @@ def test_text_without_labels_is_refused(teacher, make_batch):
 def test_rankings_without_measurements():
     uniform = rank_uniform(6, 3)
     assert uniform.layers == (0, 2, 4, 1, 3, 5) and set(uniform.scores.values()) == {None}
-    assert rank_by_alignment_error({0: 0.2, 1: 0.5, 2: 0.5}).layers == (1, 2, 0)
+    assert rank_by({0: 0.2, 1: 0.5, 2: 0.5}).layers == (1, 2, 0)
 
 
 def test_the_written_set_is_read(tmp_path):
