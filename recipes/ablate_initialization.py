@@ -51,8 +51,9 @@ class AblateInitialization:
         self.config = config = Ablation(bench.cfg, bench)
         self.recovery: Recovery | None = None
         if config.recovery is not None:
-            directory, seed = self.out / "recovery", config.ablate.seeds[0]
-            self.recovery = Recovery(config.recovery, bench=bench, directory=directory, cells=config.cells, seed=seed)
+            seed = config.ablate.seeds[0]
+            where = {"directory": self.out / "recovery", "cells": config.made_from(seed)}
+            self.recovery = Recovery(config.recovery, bench=bench, seed=seed, **where)
 
         # The statistics that an earlier run measured count if they are of the same teacher, text and layers.
         self.measured = Artifact(self.out / "measure" / "statistics.safetensors", config.measured())
@@ -101,9 +102,7 @@ class AblateInitialization:
         # Distillation from some of the cells of the first seed, each over its grid.
         if self.recovery is not None:
             starts = {f"{cell['start']}/{cell['alignment']}": cell for cell in cells[::-1]}
-            kept = {name: self.kept(cell["start"], cell["alignment"], cell["seed"]) for name, cell in starts.items()}
-            weights = {name: mixers for name, mixers in kept.items() if mixers is not None}
-            for sections in self.recovery.run(starts, weights, teacher=self.teacher, teacher_perplexity=perplexity):
+            for sections in self.recovery.run(starts, teacher=self.teacher, teacher_perplexity=perplexity):
                 for name, section in sections.items():
                     self.report.replace(name, section)
 
@@ -118,10 +117,12 @@ class AblateInitialization:
         """The cells of one start and seed: read where they are there, made where not."""
         found: list[dict[str, Any]] = []
         made: tuple[dict[str, Tensor], dict[str, float], dict[int, float]] | None = None
+        made_from = self.config.made_from(seed)
+        # The weights of a cell stay where a distillation starts from them.
+        distilled = self.recovery.weights if self.recovery and seed == self.config.ablate.seeds[0] else {}
         for alignment in self.config.alignments:
-            inputs = self.config.made_from(start, alignment, seed)
+            inputs, kept = made_from[f"{start}/{alignment}"], distilled.get(f"{start}/{alignment}")
             cell = Artifact(self.out / "cells" / f"{start}.{alignment}.{seed}.json", inputs)
-            kept = self.kept(start, alignment, seed)
             state = RunState(cell.path.with_suffix(".state"), keep_last=1)
             if not cell.current() or (kept is not None and not kept.current()):
                 # Every alignment of a start begins at the same weights.
@@ -233,13 +234,6 @@ class AblateInitialization:
         cell["error_last"] = sum(e["last"] for e in cell["error_by_layer"].values()) / len(cell["error_by_layer"])
         cell["perplexity"] = bench.perplexity(self.teacher, weights, f"{start}/{alignment}")
         return cell, weights
-
-    def kept(self, start: str, alignment: str, seed: int) -> Artifact | None:
-        """Where the weights of a cell stay, if a distillation starts from it."""
-        recovery, name = self.recovery, f"{start}/{alignment}"
-        if recovery is None or seed != self.config.ablate.seeds[0] or name not in recovery.config.starts:
-            return None
-        return recovery.weights(start, alignment, self.config.made_from(start, alignment, seed))
 
 
 @command_line

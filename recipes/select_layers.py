@@ -65,12 +65,10 @@ class SelectLayers:
         # Statistics, and the mixers of both stages, each made from the one before.
         inputs = self.config.inputs(bench)
         self.statistics = Artifact(self.out / "measure" / "statistics.safetensors", inputs["measure"])
-        self.mixers: dict[str, Artifact] = {}
-        before = ("measure", self.statistics)
-        for stage in ("initialize", "align"):
-            made_from = {before[0]: before[1].fingerprint, **inputs[stage]}
-            self.mixers[stage] = Artifact(self.out / stage / "mixers.safetensors", made_from)
-            before = (stage, self.mixers[stage])
+        self.mixers, made = dict[str, Artifact](), self.statistics
+        for before, stage in (("measure", "initialize"), ("initialize", "align")):
+            made_from = {before: made.fingerprint, **inputs[stage]}
+            made = self.mixers[stage] = Artifact(self.out / stage / "mixers.safetensors", made_from)
 
         # The report begins with what is there of the same inputs.
         self.results = {name: stage_result(self.out, name, made.inputs) for name, made in self.mixers.items()}

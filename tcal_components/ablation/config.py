@@ -175,11 +175,6 @@ class Ablation:
                     f"ablate.target_steps has {late[0]}, but alignments.{ablate.target_alignment} has {reference.steps} steps"
                 )
 
-    @property
-    def cells(self) -> list[str]:
-        """``START/ALIGNMENT`` of every cell of a seed."""
-        return [f"{start}/{alignment}" for start in self.starts for alignment in self.alignments]
-
     def measured(self) -> dict[str, Any]:
         """What the statistics are made from: values by the config's keys, texts and the teacher by their fingerprints."""
         bench = self.bench
@@ -190,21 +185,26 @@ class Ablation:
             "retain.converted": bench.converted,
         }
 
-    def made_from(self, start: str, alignment: str, seed: int) -> dict[str, Any]:
-        """What a cell is made from, likewise; the name of its start does not count."""
-        bench, config = self.bench, self.alignments[alignment]
-        aligned: dict[str, Any] = {"align": None}
-        if config is not None:
-            aligned = {"align": dataclasses.asdict(config), "dataset": bench.data_fingerprint("training")}
-        return {
+    def made_from(self, seed: int) -> dict[str, dict[str, Any]]:
+        """What the cells of a seed are made from, likewise, by ``START/ALIGNMENT``; the name of a start does not count."""
+        bench, found = self.bench, dict[str, dict[str, Any]]()
+        common = {
             **self.measured(),
-            **aligned,
             "model.gdn": dataclasses.asdict(bench.gdn),
-            "start": {**dataclasses.asdict(self.starts[start]), "name": None},
             "heldout": bench.data_fingerprint("heldout"),
             "validation_dataset": bench.data_fingerprint("evaluation"),
             "seed": seed,
         }
+        text = bench.data_fingerprint("training")
+        for name, start in self.starts.items():
+            for alignment, config in self.alignments.items():
+                aligned = {} if config is None else {"align": dataclasses.asdict(config), "dataset": text}
+                found[f"{name}/{alignment}"] = {
+                    **common,
+                    "start": {**dataclasses.asdict(start), "name": None},
+                    **aligned,
+                }
+        return found
 
     def section(self, cells: list[dict[str, Any]]) -> dict[str, Any]:
         """The report's section ``ablation``.

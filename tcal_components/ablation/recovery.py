@@ -37,19 +37,30 @@ class Recovery:
     Args:
         config: the section.
         bench: config, text and processes of the recipe; its config has ``model`` and may have ``kd_loss`` and ``optimizer``.
-        directory: of the runs, and of the weights that they start from (:meth:`weights`).
-        cells: names ``START/ALIGNMENT`` that ``starts`` may hold.
+        directory: of the runs, and of the weights that they start from.
+        cells: what ``starts`` may hold: by name ``START/ALIGNMENT``, what the cell is made from.
         seed: of the distillations.
+
+    Attributes:
+        weights: by name, where the mixers lie that a distillation starts from.
 
     Raises:
         ConfigError: a value that is not allowed.
     """
 
     def __init__(
-        self, config: RecoveryConfig, *, bench: Workbench, directory: Path, cells: list[str], seed: int
+        self,
+        config: RecoveryConfig,
+        *,
+        bench: Workbench,
+        directory: Path,
+        cells: Mapping[str, Mapping[str, Any]],
+        seed: int,
     ) -> None:
-        self.config, self.bench, self.directory, self.seed = config, bench, directory, seed
-        self._check(cells)
+        self.config, self.bench, self.seed = config, bench, seed
+        self._check(list(cells))
+        files = {name: directory / f"{name.replace('/', '.')}.safetensors" for name in config.starts}
+        self.weights = {name: Artifact(path, cells[name]) for name, path in files.items()}
         self.loss = build_loss(bench.cfg.get("kd_loss"))
         own = {name: section(GridConfig, grid, f"recovery.grids.{name}") for name, grid in config.grids.items()}
         self.grids = {}
@@ -93,20 +104,9 @@ class Recovery:
         own = {"seq_len": seq_len, "optimizer": self.bench.cfg.get("optimizer"), "seed": self.seed}
         return section(DistillConfig, given, "recovery", **own)
 
-    def weights(self, start: str, alignment: str, made_from: Mapping[str, Any]) -> Artifact:
-        """Where the mixers lie that a distillation starts from.
-
-        Args:
-            start: of the cell.
-            alignment: likewise.
-            made_from: what the cell is made from.
-        """
-        return Artifact(self.directory / f"{start}.{alignment}.safetensors", made_from)
-
     def run(
         self,
         cells: Mapping[str, Mapping[str, Any]],
-        weights: Mapping[str, Artifact],
         *,
         teacher: HybridDecoder,
         teacher_perplexity: float,
@@ -115,7 +115,6 @@ class Recovery:
 
         Args:
             cells: by name, of the first seed: ``start``, ``alignment``, ``tokens`` and ``perplexity``.
-            weights: by name, the mixers of the cells that are distilled from.
             teacher: prepared by the bench.
             teacher_perplexity: on the evaluation text.
 
@@ -126,8 +125,8 @@ class Recovery:
         found: dict[str, Any] = {}
         for name in self.config.starts:
             cell = cells[name]
-            runs = [self.distill(cell, weights[name], config, teacher) for config in self.grids[name]]
-            runs += self._earlier_runs(weights[name], self.grids[name])
+            runs = [self.distill(cell, self.weights[name], config, teacher) for config in self.grids[name]]
+            runs += self._earlier_runs(self.weights[name], self.grids[name])
             finished = [run for run in runs if run["finished"]] or runs
             best = min(finished, key=lambda run: run["curve"][-1]["perplexity"])
             tokens_to, fastest = tokens_to_ratios(runs, teacher_perplexity, ratios)
@@ -235,7 +234,7 @@ class Recovery:
         """Finished runs from these weights with other values of the grid, which are the same in everything else."""
         known = {self._run_file(weights, config).path for config in grid}
         found = []
-        for path in sorted(set(self.directory.glob(f"{weights.path.stem}.*.json")) - known):
+        for path in sorted(set(weights.path.parent.glob(f"{weights.path.stem}.*.json")) - known):
             run = Artifact(path, {}).load()
             if all(key in run for key in GRID):
                 kept = self._run_file(weights, self._distill_config(**{key: run[key] for key in GRID}))

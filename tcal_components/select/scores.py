@@ -78,17 +78,7 @@ class ScoreFile:
         Raises:
             FloatingPointError: it is not finite.
         """
-        if name not in self.values:
-            began = time.perf_counter()
-            value = float(compute(*args))
-            self.seconds += time.perf_counter() - began
-            if not math.isfinite(value):
-                raise FloatingPointError(
-                    f"{name} is {value}: look for NaN in the teacher or its mixers, or use dtype fp32"
-                )
-            self.values[name] = value
-            self._write()
-        return self.values[name]
+        return self.get_all([name], lambda: [compute(*args)])[0]
 
     def get_all(self, names: Sequence[str], compute: Callable[[], Sequence[float]]) -> list[float]:
         """Numbers that are measured together: the stored ones, or the computed ones, which are then stored.
@@ -99,18 +89,23 @@ class ScoreFile:
 
         Returns:
             list: the numbers.
+
+        Raises:
+            FloatingPointError: one is not finite.
         """
         if not all(name in self.values for name in names):
             began = time.perf_counter()
-            values = compute()
+            found = {name: float(value) for name, value in zip(names, compute(), strict=True)}
             self.seconds += time.perf_counter() - began
-            self.values.update((name, float(value)) for name, value in zip(names, values, strict=True))
-            self._write()
+            for name, value in found.items():
+                if not math.isfinite(value):
+                    raise FloatingPointError(
+                        f"{name} is {value}: look for NaN in the teacher or its mixers, or use dtype fp32"
+                    )
+            self.values.update(found)
+            if self._artifact is not None and rank() == 0:
+                self._artifact.save({"seconds": self.seconds, "values": self.values})
         return [self.values[name] for name in names]
-
-    def _write(self) -> None:
-        if self._artifact is not None and rank() == 0:
-            self._artifact.save({"seconds": self.seconds, "values": self.values})
 
 
 class Scorer:
