@@ -148,9 +148,10 @@ class Stages:
             state, inputs = self.state(stage)
             begun, steps = state.begun_with(inputs), state.steps()
             if steps and not begun.current() and not self.current(stage):
+                why = begun.why()
                 raise ConfigError(
                     f"resume_from_checkpoint is true, but {state.directory} holds step {steps[-1]} of a run with other "
-                    f"settings or text ({begun.why()}); give it the same again, or set resume_from_checkpoint=false to "
+                    f"settings or text{f' ({why})' if why else ''}; give it the same again, or set resume_from_checkpoint=false to "
                     "start anew"
                 )
 
