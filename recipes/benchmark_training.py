@@ -25,7 +25,7 @@ from torchtune import training, utils
 from tcal_components.benchmark.flops import FORMULA
 from tcal_components.benchmark.training_speed import TrainingSpeed, free_memory
 from tcal_components.benchmark.variants import Variant
-from tcal_components.checkpoint.artifacts import replacing
+from tcal_components.checkpoint.files import replacing
 from tcal_components.checkpoint.folder_lock import lock_folder
 from tcal_components.config import (
     ConfigError,

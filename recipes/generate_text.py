@@ -138,10 +138,14 @@ def check_config(cfg: DictConfig) -> Run:
     lock = lock_folder(folder)
     # All that decides what document i is; how many there are and how many at once does not.
     deciding = {name: value for name, value in asdict(settings).items() if name not in ("documents", "batch_size")}
-    weights = fingerprint(
-        source.weights and folder_fingerprint(source.weights), folder_fingerprint(source.checkpoint_dir)
-    )
-    made_of = fingerprint(weights, deciding, prompts, run.seed, str(dtype))
+    inputs = {
+        "teacher.checkpoint_dir": folder_fingerprint(source.checkpoint_dir),
+        "teacher.weights": source.weights and folder_fingerprint(source.weights),
+        "generate_text": deciding,
+        "prompts": fingerprint(prompts),
+        "seed": run.seed,
+        "dtype": str(dtype),
+    }
     return Run(
         settings=settings,
         sampling=sampling,
@@ -151,7 +155,7 @@ def check_config(cfg: DictConfig) -> Run:
         seed=run.seed,
         tokenizer=tokenizer,
         prompts=prompts,
-        text=GeneratedText(folder, made_of=made_of),
+        text=GeneratedText(folder, inputs),
         lock=lock,
         data=data,
     )

@@ -10,75 +10,37 @@ started again.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
 
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
-from tcal_components.align.config import AlignConfig
-from tcal_components.align.resumable import resumable_alignment, stored_statistics
-from tcal_components.checkpoint.artifacts import replacing
-from tcal_components.checkpoint.fingerprint import fingerprint
-from tcal_components.checkpoint.stage_files import StageFiles
-from tcal_components.config import ConfigError, Count, OneOf, Range, Settings, command_line, one_line_errors, section
+from tcal_components.align.resumable import resumable_alignment
+from tcal_components.checkpoint.artifact import Artifact
+from tcal_components.checkpoint.run_state import RunState
+from tcal_components.config import command_line, one_line_errors
 from tcal_components.distributed.preemption import Stopped, one_line_ending, stop_on_signals
 from tcal_components.evaluation.perplexity import evaluation_batches
-from tcal_components.initialize.initialize import StartConfig, initialize_mixers
+from tcal_components.initialize.initialize import initialize_mixers
+from tcal_components.measure.statistics import stored_statistics
 from tcal_components.models.memory import count_parameters
 from tcal_components.modules.hybrid_decoder import HybridDecoder
-from tcal_components.reporting import Report, render_markdown, write_json, write_plots
-from tcal_components.select.gates import GateConfig, train_gates
+from tcal_components.reporting import Report, stage_result, write_json
+from tcal_components.select.config import Selection
+from tcal_components.select.gates import train_gates
 from tcal_components.select.policies import (
     POLICIES,
     Ranking,
+    rank_by,
     rank_by_ablation,
-    rank_by_alignment_error,
-    rank_by_gates,
     rank_by_kl,
     rank_by_single_keep,
     rank_uniform,
 )
 from tcal_components.select.scores import ScoreFile, Scorer
-from tcal_components.select.tables import selection_markdown
+from tcal_components.select.tables import selected_set, selection_markdown
 from tcal_components.setup import Workbench
-
-PolicyName = Annotated[str, OneOf(POLICIES)]
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectConfig(Settings):
-    """Section ``select``.
-
-    Args:
-        policy: one of ``POLICIES``, or a list of them.
-        num_layers: layers that keep attention.
-        mixers: what stands in for attention while ``single_keep``, ``kl_guided`` and ``gates`` measure: mixers as
-            ``initialize`` makes them, or ``align`` after ``align.steps`` steps.
-        batch_size: sequences a forward pass over all processes.
-        gates: numbers of the policy ``gates``.
-    """
-
-    num_layers: Annotated[int, Range(0, 2**16)]
-    policy: PolicyName | Annotated[list[PolicyName], Range(1, 100)] = "gates"
-    mixers: Annotated[str, OneOf(("initialize", "align"))] = "align"
-    batch_size: Count = 8
-    gates: GateConfig = dataclasses.field(default_factory=GateConfig)
-
-    @property
-    def policies(self) -> list[str]:
-        """The policies as a list."""
-        return [self.policy] if isinstance(self.policy, str) else list(self.policy)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeasuredStart(StartConfig):
-    """Section ``initialize``: a strategy of the table, its numbers, and queries a block while the teacher is measured."""
-
-    query_block: Count = 128
 
 
 class SelectLayers:
@@ -93,15 +55,26 @@ class SelectLayers:
     """
 
     def __init__(self, cfg: DictConfig) -> None:
+        # Processes, texts and shapes, then this recipe's own sections.
         cfg.retain = {"layers": []}  # every layer gets a mixer
         self.bench = bench = Workbench(cfg, extra_keys=("select", "initialize"))
         self.ctx, self.out = bench.ctx, bench.output_dir
-        self.select = section(SelectConfig, cfg.get("select"), "select")
-        self.start = section(MeasuredStart, cfg.get("initialize"), "initialize")
-        self.align_config = section(AlignConfig, cfg.get("align"), "align")
-        self._check()
-        self.files = StageFiles(self.out, ())
-        self.files.prints = self._prints()
+        self.config = Selection(cfg, bench)
+        self.select = self.config.select
+
+        # Statistics, and the mixers of both stages, each made from the one before.
+        inputs = self.config.inputs(bench)
+        self.statistics = Artifact(self.out / "measure" / "statistics.safetensors", inputs["measure"])
+        self.mixers, made = dict[str, Artifact](), self.statistics
+        for before, stage in (("measure", "initialize"), ("initialize", "align")):
+            made_from = {before: made.fingerprint, **inputs[stage]}
+            made = self.mixers[stage] = Artifact(self.out / stage / "mixers.safetensors", made_from)
+
+        # The report begins with what is there of the same inputs.
+        self.results = {name: stage_result(self.out, name, made.inputs) for name, made in self.mixers.items()}
+        for stage, result in self.results.items():
+            if why := result.why():
+                bench.log(f"{stage}: outdated, because of {why}")
         self.report = Report(
             self.out,
             "select_layers",
@@ -109,38 +82,10 @@ class SelectLayers:
             device=self.ctx.device,
             world_size=self.ctx.world_size,
             rank=self.ctx.rank,
-            results={stage: result for stage in self.files.prints if (result := self.files.result(stage)) is not None},
+            results=[self.results[name] for name, made in self.mixers.items() if made.current()],
             resume=True,
         )
         self._teacher: HybridDecoder | None = None
-
-    def _check(self) -> None:
-        total, select = self.bench.spec.num_layers, self.select
-        if select.num_layers > total:
-            raise ConfigError(f"select.num_layers is {select.num_layers}, but the teacher has {total} layers")
-        if self.align_config.joint.steps:
-            raise ConfigError(
-                "align.joint trains a student's layers together; there is no student before layers are chosen"
-            )
-        if "gates" in select.policies:
-            if not select.num_layers:
-                raise ConfigError("select.policy gates needs select.num_layers of at least 1")
-            self.bench.check_batch_size(select.gates.batch_size, "select.gates.batch_size")
-        if "alignment_error" in select.policies and self.align_config.steps < 1:
-            raise ConfigError("select.policy alignment_error needs an alignment, but align.steps is 0")
-        if self._aligns:
-            self.bench.check_batch_size(self.align_config.batch_size, "align.batch_size")
-            seq_len, tokens = self.align_config.seq_len, self.bench.data["calibration"].num_tokens
-            if seq_len > tokens:
-                raise ConfigError(
-                    f"align.seq_len is {seq_len}, expected at most the {tokens} tokens of calibration_dataset"
-                )
-
-    @property
-    def _aligns(self) -> bool:
-        """Whether a policy needs aligned mixers."""
-        policies = [POLICIES[name] for name in self.select.policies]
-        return any(policy.alignment or (policy.mixers and self.select.mixers == "align") for policy in policies)
 
     @property
     def teacher(self) -> HybridDecoder:
@@ -160,81 +105,70 @@ class SelectLayers:
             }
         )
         self.report.replace("selection", {})  # of an earlier run, perhaps with other settings
+
+        # What stands in for attention, where a policy looks at that.
         mixers = None
         if any(POLICIES[name].mixers for name in select.policies):
             mixers = self.initialize()
-            if self._aligns:
+            if select.aligns:
                 mixers = self.align(mixers)
+            mixers.requires_grad_(False)
+
+        # Each policy ranks all layers, and writes its set.
         for name in select.policies:
             self.write(name, *self.rank(name, mixers))
-        if self.ctx.is_first:
-            self._write_report()
+        selections = {name: self.report["selection"][name] for name in select.policies}
+        path = self.report.finish(selection_markdown(selections))
+        bench.log(f"report: {path}")
         bench.close()
 
     # ------------------------------------------------------------------------------------- mixers in place of attention
 
-    def _prints(self) -> dict[str, str]:
-        """What the statistics and the mixers are made from."""
-        bench = self.bench
-        measured = [bench.teacher_fingerprint, bench.data_fingerprint("calibration"), str(self.ctx.dtype)]
-        initialized = fingerprint(
-            measured,
-            dataclasses.asdict(bench.gdn),
-            dataclasses.asdict(self.start),
-            bench.data_fingerprint("heldout"),
-            bench.seed,
-        )
-        aligned = fingerprint(initialized, dataclasses.asdict(self.align_config))
-        return {"measure": fingerprint(measured), "initialize": initialized, "align": aligned}
-
     def initialize(self) -> nn.ModuleDict:
         """A mixer for every layer, in closed form; returns them with these weights."""
-        bench, files = self.bench, self.files
+        bench, start, size = self.bench, self.config.start, self.select.batch_size
         if not self.report.finished("initialize"):
-            with self.report.stage("initialize", made_of=files.prints["initialize"]) as clock:
+            with self.report.stage("initialize", result=self.results["initialize"]) as clock:
+                # The teacher's attention on the calibration text, of which the weights are a function.
                 statistics = stored_statistics(
-                    files.path("measure"),
-                    fingerprint=files.prints["measure"],
+                    self.statistics,
                     teacher=self.teacher,
                     layers=bench.converted,
-                    batches=lambda: bench.calibration_batches(self.select.batch_size),
-                    query_block=self.start.query_block,
+                    batches=lambda: bench.calibration_batches(size),
+                    query_block=start.query_block,
                     ctx=self.ctx,
-                    autocast_dtype=self.ctx.autocast_dtype,
                 )
                 found = initialize_mixers(
-                    self.start.strategy,
+                    start.strategy,
                     teacher=self.teacher,
                     layers=bench.converted,
                     gdn_spec=bench.gdn,
                     statistics=statistics,
-                    batches=bench.calibration_batches(self.select.batch_size),
-                    heldout_batches=list(bench.calibration_batches(self.select.batch_size, "heldout")),
+                    batches=bench.calibration_batches(size),
+                    heldout_batches=list(bench.calibration_batches(size, "heldout")),
                     seed=bench.seed,
-                    options=self.start.options,
+                    options=start.options,
                     autocast_dtype=self.ctx.autocast_dtype,
                 )
-                if self.ctx.is_first:
-                    files.write("initialize", found.weights)
-                self.ctx.barrier()
+                self._save("initialize", found.weights)
                 clock.add_tokens(bench.data["calibration"].num_tokens)
                 clock.record({"tokens": {"calibration": bench.data["calibration"].num_tokens}})
-        self.mixers_from = files.prints["initialize"]
-        return bench.mixers(files.read("initialize"))
+        return bench.mixers(self.mixers["initialize"].load())
 
     def align(self, mixers: nn.ModuleDict) -> nn.ModuleDict:
-        """Each mixer towards the attention of its layer; returns them with the aligned weights."""
-        bench, config, files = self.bench, self.align_config, self.files
-        state = files.state("align")
+        """Each mixer towards the attention of its layer; returns those that ``select.mixers`` names."""
+        bench, config, made = self.bench, self.config.align, self.mixers["align"]
+        state = RunState(self.out / "align" / "state")
         if not self.report.finished("align"):
             # Cut to another length it must not run into the text that layers are scored on.
             tokens = min(config.text_tokens, bench.data["calibration"].num_tokens)
             text = bench.training_data(config.seq_len, tokens, role="calibration")
-            resume = state.begin(files.prints["align"]) and state.latest() is not None
+            resume = state.begin(made.inputs) and state.latest() is not None
             with (
                 stop_on_signals() as stop,
-                self.report.stage("align", made_of=files.prints["align"], resumed=resume) as clock,
+                self.report.stage("align", result=self.results["align"], resumed=resume) as clock,
             ):
+                # What an interrupted run left continues with the batch that comes next; a signal saves and ends it.
                 try:
                     result = resumable_alignment(
                         state,
@@ -251,19 +185,20 @@ class SelectLayers:
                     )
                 except Stopped as stopped:
                     bench.end_early("align", stopped.step, stop)
-                if self.ctx.is_first:
-                    files.write("align", result.weights)
-                self.ctx.barrier()
+                self._save("align", result.weights)
                 clock.add_tokens(result.tokens)
                 clock.record({"alignment_error": result.error, "alignment_curve": result.curve})
                 clock.record({"tokens": {"alignment": result.tokens}})
             if bench.any_process(stop):
                 bench.end_early("align", result.steps, stop)
         state.remove()
-        if self.select.mixers == "align":
-            self.mixers_from = files.prints["align"]
-            return bench.mixers(files.read("align"))
-        return bench.mixers(files.read("initialize"))
+        return bench.mixers(self.mixers[self.select.mixers].load())
+
+    def _save(self, stage: str, weights: Mapping[str, Tensor]) -> None:
+        """Writes a stage's mixers by the first process; the others wait."""
+        if self.ctx.is_first:
+            self.mixers[stage].save(weights)
+        self.ctx.barrier()
 
     # ---------------------------------------------------------------------------------------------------------- ranking
 
@@ -272,28 +207,25 @@ class SelectLayers:
         bench, select = self.bench, self.select
         if policy == "uniform":
             return rank_uniform(bench.spec.num_layers, select.num_layers), 0.0, {}
-        seconds, tokens = 0.0, {}
-        if POLICIES[policy].mixers:
-            used = ["initialize", "align"] if POLICIES[policy].alignment or select.mixers == "align" else ["initialize"]
-            seconds = sum(self.report["seconds"][stage] or 0.0 for stage in used)
-            tokens = {"calibration": self.report["tokens"]["calibration"]}
-            tokens |= {"alignment": self.report["tokens"]["alignment"]} if "align" in used else {}
+
+        # What its mixers cost; their errors are a ranking already.
+        stages = select.stages(policy)
+        seconds = sum(self.report["seconds"][stage] or 0.0 for stage in stages)
+        uses = {"initialize": "calibration", "align": "alignment"}
+        tokens = {uses[stage]: self.report["tokens"][uses[stage]] for stage in stages}
         if policy == "alignment_error":
             errors = {int(layer): error["last"] for layer, error in self.report["alignment_error"].items()}
-            return rank_by_alignment_error(errors), seconds, tokens
+            return rank_by(errors), seconds, tokens
 
-        made_of = self.mixers_from if POLICIES[policy].mixers else bench.teacher_fingerprint
-        made_of = fingerprint(made_of, bench.data_fingerprint("heldout"), str(self.ctx.dtype), policy)
-        if policy == "gates":
-            made_of = fingerprint(made_of, dataclasses.asdict(select.gates), select.num_layers, bench.seed)
-        scores = ScoreFile(self.out / "scores" / f"{policy}.json", fingerprint=made_of)
+        # The others measure models with exchanged layers; every number is kept, so that an interrupted ranking continues.
+        made_from = self.mixers[select.mixers].fingerprint if stages else None
+        inputs = self.config.score_inputs(policy, bench, made_from)
+        scores = ScoreFile(Artifact(self.out / "scores" / f"{policy}.json", inputs))
         self.ctx.barrier()  # all processes have read the file before the first one writes to it
-        if mixers is not None:
-            mixers.requires_grad_(False)
         if policy == "gates":
             assert mixers is not None
             gates, read = self._gates(mixers, scores)
-            return rank_by_gates(gates), seconds + scores.seconds, {**tokens, "gates": read}
+            return rank_by(gates), seconds + scores.seconds, {**tokens, "gates": read}
         batches = evaluation_batches(
             bench.data["heldout"], batch_size=select.batch_size, rank=self.ctx.rank, world_size=self.ctx.world_size
         )
@@ -326,41 +258,16 @@ class SelectLayers:
         )
         return dict(zip(layers, values)), config.steps * config.batch_size * bench.data["heldout"].seq_len
 
-    def path(self, policy: str) -> Path:
-        """The file of a policy."""
-        return self.out / f"{policy}.json"
-
     def write(self, policy: str, ranking: Ranking, seconds: float, tokens: Mapping[str, int]) -> None:
-        """The file that ``retain: {policy: file}`` reads."""
-        retained = sorted(ranking.layers[: self.select.num_layers])
-        content: dict[str, Any] = {
-            "policy": policy,
-            "ranking": list(ranking.layers),
-            "retained_layers": retained,
-            "num_layers": self.select.num_layers,
-            "total_layers": self.bench.spec.num_layers,
-            "scores": {str(layer): score for layer, score in sorted(ranking.scores.items())},
-            "score": POLICIES[policy].summary,
-            "seconds": round(seconds, 3),
-            "tokens": sum(tokens.values()),
-            "tokens_by_use": dict(tokens),
-            "details": ranking.details,
-            "teacher": str(self.bench.teacher_checkpointer.checkpoint_dir),
-            "config": self.bench.container(),
-        }
+        """The file that ``retain: {policy: file}`` reads, and its part of the report."""
+        bench, path = self.bench, self.out / f"{policy}.json"
+        found = selected_set(policy, ranking, self.select.num_layers, seconds=seconds, tokens=tokens)
         if self.ctx.is_first:
-            write_json(self.path(policy), content)
-        summary = {key: content[key] for key in ("ranking", "retained_layers", "scores", "seconds", "tokens")}
+            teacher = str(bench.teacher_checkpointer.checkpoint_dir)
+            write_json(path, {**found, "teacher": teacher, "config": bench.container()})
+        summary = {key: found[key] for key in ("ranking", "retained_layers", "scores", "seconds", "tokens")}
         self.report.update({"selection": {policy: summary}})
-        self.bench.log(f"{policy}: layers {retained} keep attention; {self.path(policy)}")
-
-    def _write_report(self) -> None:
-        selections = {name: self.report["selection"][name] for name in self.select.policies}
-        text = render_markdown(self.report.data, plots=write_plots(self.report.data, self.out))
-        title, rest = text.split("\n", 1)
-        with replacing(self.out / "report.md") as temporary:
-            temporary.write_text(f"{title}\n\n{selection_markdown(selections)}{rest}", encoding="utf-8")
-        self.bench.log(f"report: {self.out / 'report.md'}")
+        bench.log(f"{policy}: layers {found['retained_layers']} keep attention; {path}")
 
 
 @command_line

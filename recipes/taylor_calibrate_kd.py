@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig
 
 from tcal_components.align.resumable import resumable_alignment
-from tcal_components.checkpoint.artifacts import writing
+from tcal_components.checkpoint.files import writing
 from tcal_components.config import command_line, one_line_errors
 from tcal_components.config.pipeline import COMPONENTS, KEYS, PipelineConfig
 from tcal_components.distill import Distiller
@@ -35,15 +35,16 @@ from tcal_components.export.config_json import ExportInfo
 from tcal_components.export.folder import export_hybrid
 from tcal_components.export.verify import verify_export
 from tcal_components.initialize.initialize import initialize_mixers
-from tcal_components.measure.statistics import Statistics, measure
+from tcal_components.measure.statistics import Statistics, stored_statistics
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.pipeline.models import Models
 from tcal_components.pipeline.notes import (
     card_of_export,
+    describe_distillation,
     describe_mixers,
     describe_models,
-    measure_again,
-    recovery,
+    distilled_perplexities,
+    perplexities,
 )
 from tcal_components.pipeline.stages import Stages
 from tcal_components.reporting.console import closing_lines
@@ -92,9 +93,10 @@ class TaylorCalibrateKD:
         self.report.update({"teacher": {"perplexity": bench.perplexity(teacher, label="teacher")}})
         del teacher
 
-        # Stages that finished earlier keep their outputs; on another evaluation text they are measured again.
-        for stage in self.stages.of_another_text():
-            measure_again(stage, self.models)
+        # Stages that finished earlier keep their outputs; what is measured here is of another evaluation text.
+        for stage in self.stages.finished():
+            if stage in ("initialize", "align", "distill"):
+                self.evaluate(stage)
 
         # The stages; the student writes text before the export, which needs the memory that the models take.
         for stage in self.config.stages:
@@ -122,17 +124,15 @@ class TaylorCalibrateKD:
             return
         tokens = self.bench.data["calibration"].num_tokens
         with self.stages.running("measure") as clock:
-            # Each process sums over its part of the text.
-            sums = measure(
-                self.models.teacher,
-                range(self.bench.spec.num_layers),
-                list(self.bench.calibration_batches(self.config.measure.batch_size)),
-                block_size=self.config.measure.query_block,
-                autocast_dtype=self.ctx.autocast_dtype,
+            # Each process sums over its part of the text; the means over all of it are the stage's output.
+            stored_statistics(
+                self.stages.output("measure"),
+                teacher=self.models.teacher,
+                layers=range(self.bench.spec.num_layers),
+                batches=lambda: self.bench.calibration_batches(self.config.measure.batch_size),
+                query_block=self.config.measure.query_block,
+                ctx=self.ctx,
             )
-            if self.ctx.world_size > 1:
-                sums.all_reduce_()
-            self.stages.write_statistics(sums)
             clock.add_tokens(tokens)
             clock.record({"tokens": {"calibration": tokens}})
 
@@ -142,7 +142,6 @@ class TaylorCalibrateKD:
             return
         bench, config = self.bench, self.config
         statistics = Statistics.load(self.stages.path("measure"))
-        perplexity = {"naive": bench.perplexity(self.models.teacher, self.models.naive(), "naive")}
         with self.stages.running("initialize") as clock:
             # No gradient: projections from the teacher's, decays and gates from the statistics, the output by ridge regression.
             start = initialize_mixers(
@@ -161,9 +160,9 @@ class TaylorCalibrateKD:
             clock.add_tokens(bench.data["calibration"].num_tokens)
             clock.stop()
             # How good the start is, which is none of its work.
-            perplexity["analytic"] = bench.perplexity(self.models.teacher, start.weights, config.start.strategy)
-            clock.record({"perplexity": perplexity, "initialization": start.diagnostics})
+            clock.record({"initialization": start.diagnostics})
             clock.record(describe_mixers(self.models, start.weights, "before"))
+            self.evaluate("initialize")
 
     def align(self) -> None:
         """All converted layers at once, each towards the attention that it replaces."""
@@ -204,12 +203,12 @@ class TaylorCalibrateKD:
             clock.add_tokens(result.tokens)
             clock.stop()
             # The weights of the least held-out error, in the whole model.
-            perplexity = bench.perplexity(self.models.teacher, result.weights, "aligned")
             clock.record({"alignment_error": result.error, "alignment_curve": result.curve})
             if result.joint_curve:
                 clock.record({"joint_curve": result.joint_curve})
-            clock.record({"perplexity": {"aligned": perplexity}, "tokens": {"alignment": result.tokens}})
+            clock.record({"tokens": {"alignment": result.tokens}})
             clock.record(describe_mixers(self.models, result.weights, "after"))
+            self.evaluate("align")
         state.remove()  # the stage is not run a second time
         if bench.any_process(stop):
             bench.end_early("align", result.steps, stop)
@@ -306,7 +305,8 @@ class TaylorCalibrateKD:
             clock.add_tokens(result.tokens)
             clock.stop()
             # Its perplexity as it will be exported, and the recovery by tokens spent.
-            clock.record(recovery(self.models, student, result, float8))
+            clock.record(describe_distillation(self.models, result, float8))
+            self.stages.evaluated("distill", lambda: distilled_perplexities(self.models, student, result))
             self._student = student
         state.remove()  # weights and optimizer again, and the stage is not run a second time
         if bench.any_process(stop):
@@ -377,6 +377,10 @@ class TaylorCalibrateKD:
                 served = check_llama_cpp(folder, tokens.tolist(), torch.stack(windows), **where)
                 clock.record({"serving": {"llama_cpp": served}})
         self.ctx.barrier()
+
+    def evaluate(self, stage: str) -> None:
+        """Perplexity of what a stage left, unless it is known of this evaluation text."""
+        self.stages.evaluated(stage, lambda: perplexities(self.models, stage))
 
     def _log_metrics(self, values: dict[str, float], step: int) -> None:
         """Numbers for the metric logger, which the first process has."""

@@ -14,7 +14,7 @@ _FEWER = (
     "How many times fewer tokens than {baseline}, each with its best run. '≥': {baseline} has not reached the ratio by the "
     "end of its longest run."
 )
-_CURVES = "The curve of a start is the best perplexity of any of its runs so far."
+_CURVES = "In the plot below, the curve of a start is the best perplexity of any of its runs so far."
 
 
 def _spread(value: Mapping[str, Any], digits: int = 4) -> str | None:
@@ -150,7 +150,6 @@ def ablation_markdown(report: Mapping[str, Any]) -> str:
             _FEWER.format(baseline=recovery["baseline"]),
             fewer_tokens_table(recovery),
             _CURVES,
-            "![Recovery](recovery.png)",
         ]
     return "\n\n".join(parts) + "\n"
 

@@ -1,10 +1,9 @@
-"""Stages of the calibration whose output lies in a file: made once, found again, continued after an interruption."""
+"""An alignment that is continued after an interruption."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,51 +18,11 @@ from tcal_components.align.refit import refit_alignment, refit_batches
 from tcal_components.align.training import AlignResult, MixerTraining
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.data import BatchStream
-from tcal_components.distributed import ParallelContext
 from tcal_components.distributed.collectives import all_sum_, rank
 from tcal_components.distributed.preemption import Stopped
-from tcal_components.measure.statistics import Statistics, measure
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 
 Batch = Mapping[str, Any]
-
-
-def stored_statistics(
-    path: str | Path,
-    *,
-    fingerprint: str,
-    teacher: HybridDecoder,
-    layers: Sequence[int],
-    batches: Callable[[], Iterable[Batch]],
-    query_block: int,
-    ctx: ParallelContext,
-    autocast_dtype: torch.dtype | None = None,
-) -> Statistics:
-    """Statistics of the teacher's attention, from the file if it was made from the same inputs.
-
-    Args:
-        path: the file.
-        fingerprint: of the teacher, the text and the layers.
-        teacher: plain or under FSDP2.
-        layers: to measure.
-        batches: gives this process's prepared calibration batches.
-        query_block: queries a block.
-        ctx: the processes.
-        autocast_dtype: run the teacher under autocast to this type.
-
-    Returns:
-        Statistics: of all processes.
-    """
-    path = Path(path)
-    if not path.is_file() or Statistics.load(path).metadata.get("fingerprint") != fingerprint:
-        sums = measure(teacher, layers, list(batches()), block_size=query_block, autocast_dtype=autocast_dtype)
-        if ctx.world_size > 1:
-            sums.all_reduce_()
-        if ctx.is_first:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            sums.finalise({"fingerprint": fingerprint}).save(path)
-        ctx.barrier()
-    return Statistics.load(path)
 
 
 def resumable_alignment(

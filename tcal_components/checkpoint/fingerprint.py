@@ -1,4 +1,4 @@
-"""Fingerprints: whether a stage's output was made from what the config asks for now."""
+"""Fingerprints of inputs and of model folders, and in what inputs differ."""
 
 from __future__ import annotations
 
@@ -85,22 +85,3 @@ def _digest(path: Path) -> str:
         while piece := file.read(_PIECE):  # hashing releases the interpreter
             digest.update(piece)
     return digest.hexdigest()
-
-
-def stored_fingerprint(path: str | Path) -> str | None:
-    """Fingerprint in the metadata of a safetensors file.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The fingerprint; None where there is no readable file or no fingerprint in it.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata: Mapping[str, str] = file.metadata() or {}
-    except (OSError, SafetensorError):
-        return None
-    return metadata.get("fingerprint")

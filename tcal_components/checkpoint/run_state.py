@@ -21,12 +21,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tcal_components.checkpoint.artifacts import flush, writing
-from tcal_components.distributed.watch import barrier, patient_group
+from tcal_components.checkpoint.artifact import Artifact
+from tcal_components.checkpoint.files import flush, writing
+from tcal_components.distributed.watch import barrier, is_first, patient_group, shared
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _SEAL = "complete.json"
-_INPUTS = "inputs.txt"
+_INPUTS = "inputs.json"
 _WRITING = ".writing-"
 _DROPPED = ".dropped-"
 
@@ -48,32 +49,28 @@ class RunState:
         self.directory = Path(directory)
         self.keep_last = keep_last
 
-    def begin(self, made_of: str, *, resume: bool = True) -> bool:
+    def begin(self, inputs: Mapping[str, Any], *, resume: bool = True) -> bool:
         """Start a stage, or continue it: checkpoints that were made from other inputs are forgotten.
 
         Args:
-            made_of: fingerprint of all that the state depends on.
+            inputs: all that the state depends on, as for :class:`~tcal_components.checkpoint.artifact.Artifact`.
             resume: False forgets those of the same inputs too.
 
         Returns:
             bool: whether the stage was begun with the same inputs, as the first process sees it.
         """
-        same = [resume and self.made_of() == made_of]
-        if _distributed():
-            dist.broadcast_object_list(same, src=0)
-        if not same[0]:
+        marker = self.begun_with(inputs)
+        same = shared(resume and marker.current())
+        if not same:
             self.clear()
-            if _first():
-                with writing(self.directory):
-                    self.directory.mkdir(parents=True, exist_ok=True)
-                    _write_flushed(self.directory / _INPUTS, made_of)
+            if is_first():
+                marker.save({})
             barrier()
-        return same[0]
+        return same
 
-    def made_of(self) -> str | None:
-        """What the stage was begun with; None if it was not."""
-        marker = self.directory / _INPUTS
-        return marker.read_text() if marker.is_file() else None
+    def begun_with(self, inputs: Mapping[str, Any]) -> Artifact:
+        """Says whether the stage was begun with these inputs, and which of them have changed since."""
+        return Artifact(self.directory / _INPUTS, inputs)
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
@@ -81,10 +78,7 @@ class RunState:
 
     def latest(self) -> int | None:
         """The last step with a complete checkpoint, as the first process sees it; None if there is none."""
-        found = [max(self.steps(), default=None)]
-        if _distributed():
-            dist.broadcast_object_list(found, src=0)
-        return found[0]
+        return shared(max(self.steps(), default=None))
 
     def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint, then drop those beyond ``keep_last``.
@@ -107,7 +101,7 @@ class RunState:
 
     def _save(self, step: int, state: dict[str, Tensor], text: str) -> Path:
         hidden = self.directory / f"{_WRITING}step-{step:08d}"
-        if _first():
+        if is_first():
             self.directory.mkdir(parents=True, exist_ok=True)
             self._sweep()
             hidden.mkdir()
@@ -116,7 +110,7 @@ class RunState:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(hidden), **_processes())
         final = self._free_name(step)  # before the barrier, so that every process computes the same
         barrier()
-        if _first():
+        if is_first():
             files = {path.name: path.stat().st_size for path in hidden.iterdir()}
             _write_flushed(hidden / _SEAL, json.dumps({"step": step, "files": files, "extra": json.loads(text)}))
             flush(hidden)
@@ -169,7 +163,7 @@ class RunState:
 
     def keep(self, steps: Collection[int | None]) -> None:
         """Forget the checkpoints of all other steps."""
-        if _first() and self.directory.is_dir():
+        if is_first() and self.directory.is_dir():
             for step, path in self._complete():
                 if step not in steps:
                     path.rename(self.directory / f"{_DROPPED}{path.name}")
@@ -178,7 +172,7 @@ class RunState:
 
     def clear(self) -> None:
         """Forget all checkpoints: a run with other settings starts anew."""
-        if _first() and self.directory.is_dir():
+        if is_first() and self.directory.is_dir():
             for _, path in self._complete():
                 path.rename(self.directory / f"{_DROPPED}{path.name}")
             self._sweep()
@@ -187,7 +181,7 @@ class RunState:
     def remove(self) -> None:
         """Forget all checkpoints and remove the folder: the stage has ended."""
         self.clear()
-        if _first():
+        if is_first():
             shutil.rmtree(self.directory, ignore_errors=True)
         barrier()
 
@@ -256,14 +250,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _distributed() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _processes() -> dict[str, Any]:
     """Who reads and writes together; a disk may be slower for one than for the others."""
-    return {"process_group": patient_group()} if _distributed() else {"no_dist": True}
-
-
-def _first() -> bool:
-    return not _distributed() or dist.get_rank() == 0
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return {"process_group": patient_group()} if several else {"no_dist": True}

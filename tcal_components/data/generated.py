@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tcal_components.checkpoint.artifacts import writing
+from tcal_components.checkpoint.artifact import Artifact
+from tcal_components.checkpoint.files import writing
 from tcal_components.config import ConfigError
 
 
@@ -16,7 +17,7 @@ class GeneratedText:
 
     Args:
         folder: Where it lies, as ``text.jsonl``; made if missing.
-        made_of: Fingerprint of all that decides what the documents are. What lies there of other inputs is not added to.
+        inputs: All that decides what the documents are, as for :class:`~tcal_components.checkpoint.artifact.Artifact`.
 
     Attributes:
         path: Of the file.
@@ -27,18 +28,17 @@ class GeneratedText:
         ConfigError: The folder holds text that was made from something else.
     """
 
-    def __init__(self, folder: str | Path, *, made_of: str) -> None:
+    def __init__(self, folder: str | Path, inputs: Mapping[str, Any]) -> None:
         self.path = Path(folder) / "text.jsonl"
         self.documents = self.tokens = 0
-        marker = Path(folder) / "made_of.txt"
-        if self.path.is_file() and (not marker.is_file() or marker.read_text() != made_of):
+        marker = Artifact(Path(folder) / "made_of.json", inputs)
+        if self.path.is_file() and not marker.current():
+            why = f" ({changed})" if (changed := marker.why()) else ""
             raise ConfigError(
-                f"{self.path} was written with another teacher, other prompts or settings; remove it, or give this run "
+                f"{self.path} was written with another teacher, other prompts or settings{why}; remove it, or give this run "
                 "another output_dir"
             )
-        with writing(marker):
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.write_text(made_of)
+        marker.save({})
         self._drop_half_a_line()
 
     def _drop_half_a_line(self) -> None:

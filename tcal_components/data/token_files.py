@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -19,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torchtune import utils
 
 from tcal_components.assets import resolve
-from tcal_components.checkpoint.artifacts import replacing, save_whole
+from tcal_components.checkpoint.artifact import Artifact
+from tcal_components.checkpoint.files import save_whole
 from tcal_components.checkpoint.fingerprint import fingerprint
 from tcal_components.data.chat import BUILDERS
 from tcal_components.data.disjoint import PackedDocument
@@ -100,16 +100,10 @@ class TokenFiles:
             texts: their names.
             find: gives what JSON can hold.
         """
-        path, made_of = self.folder / f"{name}.json", fingerprint([self.made_of[text] for text in texts])
-        kept: dict[str, Any] = {}
-        if is_first():
-            with contextlib.suppress(OSError, ValueError):
-                kept = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(kept, dict) or kept.get("made_of") != made_of or "found" not in kept:
-                kept = {"made_of": made_of, "found": find()}
-                with replacing(path) as temporary:
-                    temporary.write_text(json.dumps(kept), encoding="utf-8")
-        return shared(kept)["found"]
+        kept = Artifact(self.folder / f"{name}.json", {text: self.made_of[text] for text in texts})
+        if is_first() and not kept.current():
+            kept.save({"found": find()})
+        return shared(kept.load()["found"] if is_first() else None)
 
     def _fingerprint(self, section: Mapping[str, Any]) -> str:
         try:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from tcal_components.checkpoint.artifacts import flush
+from tcal_components.checkpoint.files import flush
 from tcal_components.checkpoint.teacher import check_token_ids
 from tcal_components.export.config_json import (
     CUSTOM_FORMAT,

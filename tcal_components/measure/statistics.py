@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from tcal_components.checkpoint.artifacts import save_whole
+from tcal_components.checkpoint.artifact import Artifact
+from tcal_components.distributed import ParallelContext
 from tcal_components.distributed.collectives import rank
 from tcal_components.initialize.closed_form import constant_direction
 from tcal_components.measure.capture import AttentionCapture, capture_batch
@@ -124,11 +124,8 @@ class StatisticsSums:
             for item in fields(LayerSums):
                 torch.distributed.all_reduce(getattr(self.layers[index], item.name))
 
-    def finalise(self, metadata: Mapping[str, Any] | None = None) -> Statistics:
+    def finalise(self) -> Statistics:
         """Turns the sums into means.
-
-        Args:
-            metadata: what the statistics belong to (JSON-serialisable), such as a fingerprint of teacher and text.
 
         Returns:
             Statistics: means by layer.
@@ -142,7 +139,7 @@ class StatisticsSums:
             )
         tokens = max((int(sums.tokens) for sums in self.layers.values()), default=0)
         layers = {index: finalise_layer(sums) for index, sums in sorted(self.layers.items())}
-        return Statistics(layers=layers, tokens=tokens, metadata=dict(metadata or {}))
+        return Statistics(layers=layers, tokens=tokens)
 
 
 @dataclass
@@ -152,28 +149,23 @@ class Statistics:
     Attributes:
         layers: means by layer index.
         tokens: calibration tokens seen.
-        metadata: JSON-serialisable facts about their origin, such as a fingerprint.
     """
 
     layers: dict[int, LayerStatistics]
     tokens: int
-    metadata: dict[str, Any] = field(default_factory=dict)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, artifact: Artifact) -> None:
         """Writes a safetensors file with keys ``layers.{i}.{name}``.
 
         Args:
-            path: file to write.
+            artifact: file to write.
         """
         tensors = {
-            f"layers.{index}.{item.name}": getattr(layer, item.name).contiguous()
+            f"layers.{index}.{item.name}": getattr(layer, item.name)
             for index, layer in self.layers.items()
             for item in fields(LayerStatistics)
         }
-        metadata = {"tokens": str(self.tokens), "metadata": json.dumps(self.metadata)}
-        if "fingerprint" in self.metadata:  # where other stages' files have it
-            metadata["fingerprint"] = self.metadata["fingerprint"]
-        save_whole(path, tensors, metadata)
+        artifact.save(tensors, tokens=str(self.tokens))
 
     @classmethod
     def load(cls, path: str | Path) -> Statistics:
@@ -201,7 +193,7 @@ class Statistics:
         if "tokens" not in header or any(set(layer) != expected for layer in by_layer.values()):
             raise ValueError(f"{path} is not a statistics file of the measure stage")
         layers = {index: LayerStatistics(**by_layer[index]) for index in sorted(by_layer)}
-        return cls(layers=layers, tokens=int(header["tokens"]), metadata=json.loads(header["metadata"]))
+        return cls(layers=layers, tokens=int(header["tokens"]))
 
 
 def measure(
@@ -248,3 +240,35 @@ def measure(
     if not sums and layers:
         raise ValueError("no calibration batch was given, so there is nothing to measure")
     return StatisticsSums(layers=sums)
+
+
+def stored_statistics(
+    artifact: Artifact,
+    *,
+    teacher: HybridDecoder,
+    layers: Sequence[int],
+    batches: Callable[[], Iterable[Mapping[str, Any]]],
+    query_block: int,
+    ctx: ParallelContext,
+) -> Statistics:
+    """Statistics of the teacher's attention, from the file if it was made from the same inputs.
+
+    Args:
+        artifact: the file; its inputs are the teacher, the text and the layers.
+        teacher: plain or under FSDP2.
+        layers: to measure.
+        batches: gives this process's prepared calibration batches.
+        query_block: queries a block.
+        ctx: the processes.
+
+    Returns:
+        Statistics: of all processes.
+    """
+    if not artifact.current():
+        sums = measure(teacher, layers, list(batches()), block_size=query_block, autocast_dtype=ctx.autocast_dtype)
+        if ctx.world_size > 1:
+            sums.all_reduce_()
+        if ctx.is_first:
+            sums.finalise().save(artifact)
+        ctx.barrier()
+    return Statistics.load(artifact.path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,81 +72,88 @@ def describe_mixers(models: Models, weights: Mapping[str, Tensor], when: str) ->
     }
 
 
-def start_perplexity(stages: Stages) -> float | None:
-    """That of the student which the distillation starts from."""
-    value: float | None = stages.report["perplexity"]["aligned" if stages.mixers == "align" else "analytic"]
-    return value
+def describe_distillation(models: Models, result: DistillResult, float8: Mapping[str, Any]) -> dict[str, Any]:
+    """What a distillation came to on the text that it reads.
+
+    Args:
+        models: of the run.
+        result: of the distillation.
+        float8: what of the student computes in float8; nothing of one that does not.
+
+    Returns:
+        Sections of the report.
+    """
+    found: dict[str, Any] = {"tokens": {"distillation": result.tokens}}
+    if float8:
+        found["float8"] = dict(float8)
+    if result.best_step is not None:
+        found["distill"] = {"best_step": result.best_step, "heldout_loss": result.heldout_loss}
+        if result.best_step != result.steps:
+            models.bench.log(
+                f"distill: the held-out text is best predicted after step {result.best_step} of {result.steps}, "
+                "so the student is that one"
+            )
+    return found
 
 
-def recovery(
-    models: Models, student: HybridDecoder, result: DistillResult, float8: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What a distillation came to: perplexity of the student as it will be exported, and the way there.
+def distilled_perplexities(models: Models, student: HybridDecoder, result: DistillResult) -> dict[str, Any]:
+    """What the evaluation text says of a student as it will be exported, and of the way there.
 
     Args:
         models: of the run.
         student: with the weights that the distillation ends with.
         result: of the distillation, with a ``perplexity`` at its end.
-        float8: what of the student computes in float8; nothing of one that does not.
 
     Returns:
         Sections of the report, among them ``recovery_curve`` (perplexity by tokens that all stages spent).
     """
-    bench, stages, sections = models.bench, models.stages, dict[str, Any]()
-    curve = [row for row in result.curve if "perplexity" in row]
-    distilled = curve[-1]["perplexity"]
-    if result.best_step is not None:
-        sections["distill"] = {"best_step": result.best_step, "heldout_loss": result.heldout_loss}
-        if result.best_step != result.steps:
-            bench.log(
-                f"distill: the held-out text is best predicted after step {result.best_step} of {result.steps}, "
-                "so the student is that one"
-            )
-            distilled = bench.perplexity(student, label=f"of step {result.best_step}")
-    if float8:  # the export multiplies in its own precision
-        sections["float8"] = {**float8, "perplexity": distilled}
+    bench, sections = models.bench, dict[str, Any]()
+    curve = [(int(row["tokens"]), row["perplexity"]) for row in result.curve if "perplexity" in row]
+    distilled = curve[-1][1]
+    if result.best_step not in (None, result.steps):
+        distilled = bench.perplexity(student, label=f"of step {result.best_step}")
+    if models.config.precision.student == "float8":  # the export multiplies in its own precision
+        sections["float8"] = {"perplexity": distilled}
         with without_float8(student):
             distilled = bench.perplexity(student, label="without float8")
-    before = ("calibration", "alignment") if stages.mixers == "align" else ("calibration",)
-    spent = sum(stages.report["tokens"].get(key) or 0 for key in before)
-    rows = [{"tokens": spent + int(row["tokens"]), "perplexity": row["perplexity"]} for row in curve]
-    return {
-        **sections,
-        "recovery_curve": [{"tokens": spent, "perplexity": start_perplexity(stages)}, *rows],
-        "perplexity": {"distilled": distilled},
-        "tokens": {"distillation": result.tokens},
-    }
+    return {**sections, "perplexity": {"distilled": distilled}, "recovery_curve": _recovery_curve(models.stages, curve)}
 
 
-def measure_again(stage: str, models: Models) -> None:
-    """Measures a finished stage on another evaluation text than it was measured on, from its output.
+def perplexities(models: Models, stage: str) -> dict[str, Any]:
+    """What the evaluation text says of a stage's output, from its file.
 
-    Of the recovery curve only the ends are left: the student in between is gone.
+    Of the recovery curve only the ends are known: the student in between is gone.
 
     Args:
-        stage: its name.
         models: of the run.
+        stage: ``initialize``, ``align`` or ``distill``.
+
+    Returns:
+        Sections of the report.
     """
-    bench, stages, found = models.bench, models.stages, dict[str, Any]()
+    bench, stages, config = models.bench, models.stages, models.config.distill
     if stage == "initialize":
         naive = bench.perplexity(models.teacher, models.naive(), "naive")
         analytic = bench.perplexity(models.teacher, stages.read("initialize"), "initialized")
-        found = {"perplexity": {"naive": naive, "analytic": analytic}}
+        return {"perplexity": {"naive": naive, "analytic": analytic}}
     if stage == "align":
-        found = {"perplexity": {"aligned": bench.perplexity(models.teacher, stages.read("align"), "aligned")}}
-    if stage == "distill":
-        student, float8 = models.student(models.student_weights("distill"))
-        with without_float8(student):  # as after the distillation
-            distilled = bench.perplexity(student, label="distilled")
-        first, *_, last = stages.report["recovery_curve"]
-        best, config = stages.report.data.get("distill", {}).get("best_step"), models.config.distill
-        if best is not None and config is not None:
-            last["tokens"] = first["tokens"] + best * config.batch_size * config.seq_len
-        curve = [{**first, "perplexity": start_perplexity(stages)}, {**last, "perplexity": distilled}]
-        found = {"perplexity": {"distilled": distilled}, "recovery_curve": curve}
-        if float8:
-            found["float8"] = {"perplexity": None}
-    stages.report.amend(stage, found, text=stages.text)
+        return {"perplexity": {"aligned": bench.perplexity(models.teacher, stages.read("align"), "aligned")}}
+    student, _ = models.student(models.student_weights("distill"))
+    with without_float8(student):  # as after the distillation
+        distilled = bench.perplexity(student, label="distilled")
+    tokens, best = stages.report["tokens"]["distillation"], stages.report.data.get("distill", {}).get("best_step")
+    if best is not None and config is not None:
+        tokens = best * config.batch_size * config.seq_len
+    return {"perplexity": {"distilled": distilled}, "recovery_curve": _recovery_curve(stages, [(tokens, distilled)])}
+
+
+def _recovery_curve(stages: Stages, distilled: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+    """Perplexity by tokens of all stages: at the start of the distillation, and after so many of its tokens."""
+    aligned = stages.mixers == "align"
+    start = stages.report["perplexity"]["aligned" if aligned else "analytic"]
+    spent = sum(stages.report["tokens"].get(key) or 0 for key in ("calibration", *(["alignment"] * aligned)))
+    rows = [(0, start), *distilled]
+    return [{"tokens": spent + tokens, "perplexity": perplexity} for tokens, perplexity in rows]
 
 
 def card_of_export(report: Mapping[str, Any], exported: ExportInfo, bench: Workbench, config: PipelineConfig) -> None:

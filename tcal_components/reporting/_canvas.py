@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tcal_components.checkpoint.artifacts import replacing
+from tcal_components.checkpoint.files import replacing
 from tcal_components.reporting._format import short_number
 
 DARK, MID, LIGHT, TEACHER, KEPT = "#12355b", "#e07b00", "#8cc4e8", "#000000", "#ececec"

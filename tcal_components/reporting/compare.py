@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tcal_components.checkpoint.files import write_json
 from tcal_components.config import one_line_errors
 from tcal_components.reporting._format import short_number, short_tokens, table
 from tcal_components.reporting.compare_plot import plot_comparison
-from tcal_components.reporting.report import STAGES, load_report, write_json
+from tcal_components.reporting.report import STAGES, load_report
 
 RECIPE = "taylor_calibrate_kd"
 PERPLEXITIES = {"naive": "naive", "analytic": "initialized", "aligned": "aligned", "distilled": "distilled"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tcal_components.checkpoint.artifacts import replacing
+from tcal_components.checkpoint.files import replacing
 from tcal_components.reporting._format import short_number, short_tokens, table
 from tcal_components.reporting.evaluation_markdown import evaluation_sections, generation_sections
 
@@ -173,8 +173,13 @@ def render_markdown(report: Mapping[str, Any], *, plots: Sequence[tuple[str, str
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def write_markdown(report: Mapping[str, Any], path: str | Path, *, plots: Sequence[tuple[str, str]] = ()) -> Path:
-    """Writes :func:`render_markdown` to ``path``, whole or not at all; returns the path."""
+def write_markdown(
+    report: Mapping[str, Any], path: str | Path, *, plots: Sequence[tuple[str, str]] = (), opening: str = ""
+) -> Path:
+    """Writes :func:`render_markdown` to ``path``, whole or not at all, with ``opening`` behind its title; returns the path."""
+    title, rest = render_markdown(report, plots=plots).split("\n", 1)
     with replacing(path) as temporary:
-        temporary.write_text(render_markdown(report, plots=plots), encoding="utf-8")
+        temporary.write_text(
+            "\n".join([title, *(["", opening.rstrip("\n")] if opening else []), rest]), encoding="utf-8"
+        )
     return Path(path)

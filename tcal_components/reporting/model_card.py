@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tcal_components.checkpoint.artifacts import replacing
+from tcal_components.checkpoint.files import replacing
 from tcal_components.reporting._format import table
 from tcal_components.reporting.markdown import perplexity_table
 

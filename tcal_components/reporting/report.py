@@ -1,8 +1,9 @@
 """``report.json``: one machine-readable record of a run, valid on disk after every stage.
 
 A stage's own numbers lie in its ``result.json``, written once, when everything else of the stage is on disk. ``report.json`` is
-put together from these, so a kill between two writes costs no number. The keys of schema 1 are all present from the first write, with ``null`` where a stage has not run. Sections beside the
-schema (``data``, ``half_life``, ``alignment_curve``, ...) may be added; readers ignore those they do not know.
+put together from these, so a kill between two writes costs no number. The keys of schema 1 are all present from the first
+write, with ``null`` where a stage has not run. Sections beside the schema (``data``, ``half_life``, ``alignment_curve``, ...)
+may be added; readers ignore those they do not know.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from tcal_components.checkpoint.artifacts import replacing, result_path, writing
+from tcal_components.checkpoint.artifact import Artifact
+from tcal_components.checkpoint.files import sanitize, write_json, writing
 from tcal_components.config import read_json_object
 from tcal_components.reporting.environment import StageClock, device_description, package_versions
 from tcal_components.reporting.markdown import write_markdown
@@ -27,35 +28,9 @@ from tcal_components.reporting.plots import write_plots
 
 SCHEMA = 1
 STAGES = ("measure", "initialize", "align", "distill", "export")
+# What a stage says of itself, and of its output on the evaluation text; both go when it is made anew.
+NUMBERS = ("result.json", "perplexity.json")
 _TABLES = ("seconds", "peak_memory_gib", "tokens_per_second")  # by stage
-
-
-def sanitize(value: Any) -> Any:
-    """Plain JSON values: tensors and numpy scalars become numbers or lists, NaN and infinities become ``None``."""
-    if isinstance(value, torch.Tensor):
-        return sanitize(value.detach().cpu().tolist())
-    if isinstance(value, Mapping):
-        return {str(key): sanitize(item) for key, item in value.items()}
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, (set, frozenset)):
-        return [sanitize(item) for item in sorted(value)]
-    if isinstance(value, Sequence):
-        return [sanitize(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, (Path, torch.dtype, torch.device)):
-        return str(value)
-    if hasattr(value, "tolist"):  # numpy arrays and scalars, without importing numpy
-        return sanitize(value.tolist())
-    raise TypeError(f"a report holds numbers, strings, lists and dicts, not {type(value).__name__}")
-
-
-def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
-    """Writes JSON so that a kill at any moment leaves either the old file or the new one, never a part."""
-    text = json.dumps(sanitize(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 def load_report(path: str | Path) -> dict[str, Any]:
@@ -105,6 +80,17 @@ def empty_report() -> dict[str, Any]:
     }
 
 
+def stage_result(output_dir: str | Path, stage: str, inputs: Mapping[str, Any]) -> Artifact:
+    """Where a stage's result lies: beside its other files.
+
+    Args:
+        output_dir: Folder of the run.
+        stage: Its name.
+        inputs: What its output is made from.
+    """
+    return Artifact(Path(output_dir) / stage / NUMBERS[0], inputs)
+
+
 class Report:
     """The record of one run, written to ``output_dir/report.json`` after every change of stage.
 
@@ -117,7 +103,7 @@ class Report:
         device: Where the run computes.
         world_size: Number of processes.
         rank: This process's rank.
-        results: Of the stages that need not run again, see :func:`~tcal_components.checkpoint.artifacts.load_result`.
+        results: Of the stages that need not run again, see :func:`stage_result`; those that are not current are left out.
         resume: Keep the seconds that an earlier run spent in stages that it did not finish.
 
     Attributes:
@@ -125,7 +111,7 @@ class Report:
 
     Example:
         >>> report = Report("out", "taylor_calibrate_kd", cfg, device="cuda")
-        >>> with report.stage("align", made_of="fingerprint") as stage:
+        >>> with report.stage("align", result=stage_result("out", "align", {"align": {"steps": 8}})) as stage:
         ...     stage.add_tokens(4096)
         ...     stage.record({"perplexity": {"aligned": 17.4}})
     """
@@ -139,16 +125,16 @@ class Report:
         device: torch.device | str = "cpu",
         world_size: int = 1,
         rank: int = 0,
-        results: Mapping[str, dict[str, Any]] | None = None,
+        results: Iterable[Artifact] = (),
         resume: bool = False,
     ) -> None:
         self.output_dir = Path(output_dir)
         self.path = self.output_dir / "report.json"
         self.device = torch.device(device)
         self.rank = rank
-        self.results = dict(results or {})
         self._clocks: dict[str, StageClock] = {}
-        self._parts = {name: copy.deepcopy(result["report"]) for name, result in self.results.items()}
+        finished = [result.load() for result in results if result.current()]
+        self._parts: dict[str, dict[str, Any]] = {result["stage"]: result["report"] for result in finished}
         if resume and self.path.is_file():
             earlier = load_report(self.path)
             for name, state in earlier["stages"].items():
@@ -182,17 +168,14 @@ class Report:
         """Whether the report says that ``stage`` has run to its end."""
         return self.data["stages"].get(stage) == "finished"
 
-    def amend(self, stage: str, values: Mapping[str, Any], *, text: str) -> None:
-        """Changes numbers of a finished stage, in its result too.
+    def amend(self, stage: str, values: Mapping[str, Any]) -> None:
+        """Merges values into a finished stage's part of the report, but not into its result: they lie in a file of their own.
 
         Args:
             stage: Its name.
-            values: Merged into its part of the report.
-            text: Fingerprint of the evaluation text that they are of.
+            values: Nested sections of the report.
         """
         _merge(self._parts[stage], sanitize(values))
-        known = self.results[stage]
-        self._write_result(stage, made_of=known["made_of"], text=text, inputs=known.get("inputs"))
         self.save()
 
     @contextmanager
@@ -200,21 +183,17 @@ class Report:
         self,
         name: str,
         *,
-        made_of: str | None = None,
-        text: str | None = None,
-        inputs: Mapping[str, Any] | None = None,
+        result: Artifact | None = None,
         resumed: bool = False,
     ) -> Iterator[StageClock]:
-        """Times a stage, and keeps the numbers that it records: in ``result.json`` once it has ended well.
+        """Times a stage, and keeps the numbers that it records: in its result once it has ended well.
 
         What the stage makes has to be on disk before its end. The report is written when the stage begins and when it ends,
         also when it ends with an error. Numbers of this stage and of later ones, which came of its output, go first.
 
         Args:
             name: The stage, normally one of ``STAGES``.
-            made_of: Fingerprint of what its output is made from; None writes no result.
-            text: Fingerprint of the evaluation text.
-            inputs: What ``made_of`` is the fingerprint of, so that a later run can say what has changed.
+            result: Where its numbers are kept, see :func:`stage_result`; None keeps none.
             resumed: The stage continues a broken run, whose seconds count.
 
         Yields:
@@ -223,10 +202,10 @@ class Report:
         before = self._parts.get(name, {}) if resumed else {}
         for later in STAGES[STAGES.index(name) :] if name in STAGES else (name,):
             self._parts.pop(later, None)
-            self.results.pop(later, None)
-            if self.rank == 0:
-                with writing(result_path(self.output_dir, later)):
-                    result_path(self.output_dir, later).unlink(missing_ok=True)
+            for path in (self.output_dir / later / file for file in NUMBERS):
+                if self.rank == 0:
+                    with writing(path):
+                        path.unlink(missing_ok=True)
         clock = StageClock(
             device=self.device,
             earlier_seconds=before.get("seconds", {}).get(name) or 0.0,
@@ -244,8 +223,8 @@ class Report:
                 self.save()
             raise
         self._end(name, "finished")
-        if made_of is not None:
-            self._write_result(name, made_of=made_of, text=text, inputs=inputs)
+        if result is not None and self.rank == 0:
+            result.save({"schema": SCHEMA, "stage": name, "report": self._parts[name]})
         self.save()
 
     def _end(self, name: str, state: str) -> None:
@@ -261,15 +240,6 @@ class Report:
         values = (round(seconds, 3), round(clock.peak_memory_gib, 4), speed)
         return {table: {name: value} for table, value in zip(_TABLES, values)}
 
-    def _write_result(
-        self, stage: str, *, made_of: str, text: str | None, inputs: Mapping[str, Any] | None = None
-    ) -> None:
-        result = {"schema": SCHEMA, "stage": stage, "made_of": made_of, "inputs": inputs, "text": text}
-        result["report"] = self._parts[stage]
-        self.results[stage] = copy.deepcopy(result)
-        if self.rank == 0:
-            write_json(result_path(self.output_dir, stage), result)
-
     def save(self) -> Path:
         """Puts the report together and writes ``report.json`` (process 0 only); running stages are brought up to date."""
         self.data = empty_report()
@@ -280,12 +250,19 @@ class Report:
             write_json(self.path, self.data)
         return self.path
 
-    def finish(self, *, plots: bool = True) -> Path:
-        """Writes ``report.json``, the plots and ``report.md``; returns the path of ``report.md``."""
+    def finish(self, opening: str = "") -> Path:
+        """Writes ``report.json``, the plots and ``report.md``.
+
+        Args:
+            opening: Markdown that stands behind the title.
+
+        Returns:
+            Path: Of ``report.md``.
+        """
         self.save()
         target = self.output_dir / "report.md"
         if self.rank == 0:
-            write_markdown(self.data, target, plots=write_plots(self.data, self.output_dir) if plots else [])
+            write_markdown(self.data, target, plots=write_plots(self.data, self.output_dir), opening=opening)
         return target
 
 

@@ -158,28 +158,17 @@ def rank_by_kl(scorer: Scorer, mixers: nn.ModuleDict, count: int, scores: ScoreF
     return Ranking((*kept, *rest), {layer: gains.get(layer) for layer in layers}, {"rounds": rounds})
 
 
-def rank_by_gates(gates: Mapping[int, float]) -> Ranking:
-    """Layers by how far their gate stays open when all are trained together (:mod:`tcal_components.select.gates`).
+def rank_by(scores: Mapping[int, float]) -> Ranking:
+    """Layers by a score that each of them has.
 
     Args:
-        gates: by layer, from 0 to 1.
+        scores: by layer, such as how far its gate stays open when all are trained together
+            (:mod:`tcal_components.select.gates`), or the relative held-out error of its aligned mixer.
 
     Returns:
-        Ranking: score = gate.
+        Ranking: with these scores.
     """
-    return Ranking(order(gates), dict(gates), {})
-
-
-def rank_by_alignment_error(errors: Mapping[int, float]) -> Ranking:
-    """The layers that aligned worst are kept: free after an alignment of all layers.
-
-    Args:
-        errors: relative held-out error of the aligned mixer by layer.
-
-    Returns:
-        Ranking: score = error.
-    """
-    return Ranking(order(errors), dict(errors), {})
+    return Ranking(order(scores), dict(scores), {})
 
 
 def _layers(mixers: nn.ModuleDict) -> list[int]:

@@ -6,22 +6,20 @@ file, so that an interrupted ranking continues.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from tcal_components.checkpoint.artifacts import replacing
+from tcal_components.checkpoint.artifact import Artifact
 from tcal_components.data.packed import IGNORE_INDEX
 from tcal_components.distributed.collectives import all_sum_, rank
 from tcal_components.evaluation.access import device_of, evaluating, final_hidden, gathered, head_of, inputs_for
-from tcal_components.evaluation.perplexity import CHUNK_TOKENS
+from tcal_components.evaluation.perplexity import CHUNK_TOKENS, perplexity
 from tcal_components.modules.conversion import converted
 
 Batch = Mapping[str, Tensor]
@@ -53,27 +51,18 @@ class ScoreFile:
     """Measured numbers by name, in a JSON file that is written whole after each of them.
 
     Args:
-        path: the file; None keeps the numbers in memory.
-        fingerprint: of what the numbers depend on; a file with another one is started anew.
+        artifact: the file; one of other inputs is started anew. None keeps the numbers in memory.
 
     Attributes:
         values: the numbers by name.
         seconds: time that measuring them took, earlier runs included.
     """
 
-    def __init__(self, path: str | Path | None, *, fingerprint: str = "") -> None:
-        self.path = None if path is None else Path(path)
-        self.fingerprint = fingerprint
-        self.values: dict[str, float] = {}
-        self.seconds = 0.0
-        if self.path is not None and self.path.is_file():
-            try:
-                content = json.loads(self.path.read_text())
-            except json.JSONDecodeError:
-                content = {}
-            if content.get("fingerprint") == fingerprint:
-                self.values = {str(key): float(value) for key, value in content["values"].items()}
-                self.seconds = float(content["seconds"])
+    def __init__(self, artifact: Artifact | None = None) -> None:
+        self._artifact = artifact
+        kept = artifact.load() if artifact is not None and artifact.current() else {}
+        self.values: dict[str, float] = kept.get("values", {})
+        self.seconds: float = kept.get("seconds", 0.0)
 
     def get(self, name: str, compute: Callable[..., float], *args: Any) -> float:
         """The stored number, or the computed one, which is then stored.
@@ -89,17 +78,7 @@ class ScoreFile:
         Raises:
             FloatingPointError: it is not finite.
         """
-        if name not in self.values:
-            began = time.perf_counter()
-            value = float(compute(*args))
-            self.seconds += time.perf_counter() - began
-            if not math.isfinite(value):
-                raise FloatingPointError(
-                    f"{name} is {value}: look for NaN in the teacher or its mixers, or use dtype fp32"
-                )
-            self.values[name] = value
-            self._write()
-        return self.values[name]
+        return self.get_all([name], lambda: [compute(*args)])[0]
 
     def get_all(self, names: Sequence[str], compute: Callable[[], Sequence[float]]) -> list[float]:
         """Numbers that are measured together: the stored ones, or the computed ones, which are then stored.
@@ -110,21 +89,23 @@ class ScoreFile:
 
         Returns:
             list: the numbers.
+
+        Raises:
+            FloatingPointError: one is not finite.
         """
         if not all(name in self.values for name in names):
             began = time.perf_counter()
-            values = compute()
+            found = {name: float(value) for name, value in zip(names, compute(), strict=True)}
             self.seconds += time.perf_counter() - began
-            self.values.update((name, float(value)) for name, value in zip(names, values, strict=True))
-            self._write()
+            for name, value in found.items():
+                if not math.isfinite(value):
+                    raise FloatingPointError(
+                        f"{name} is {value}: look for NaN in the teacher or its mixers, or use dtype fp32"
+                    )
+            self.values.update(found)
+            if self._artifact is not None and rank() == 0:
+                self._artifact.save({"seconds": self.seconds, "values": self.values})
         return [self.values[name] for name in names]
-
-    def _write(self) -> None:
-        if self.path is None or rank() != 0:
-            return
-        content = {"fingerprint": self.fingerprint, "seconds": self.seconds, "values": self.values}
-        with replacing(self.path) as temporary:
-            temporary.write_text(json.dumps(content, indent=1))
 
 
 class Scorer:
@@ -168,7 +149,8 @@ class Scorer:
         Returns:
             float: of all processes.
         """
-        return self._mean(replaced or nn.ModuleDict(), self._cross_entropy)
+        with converted(self.teacher, replaced or nn.ModuleDict()) as model:
+            return perplexity(model, self._batches, autocast_dtype=self._autocast_dtype).loss
 
     def kl(self, replaced: nn.ModuleDict) -> float:
         """Mean KL(teacher || model) over the full vocabulary, in nats a token.
@@ -184,40 +166,24 @@ class Scorer:
             with evaluating(self.teacher, device=self.device, autocast_dtype=self._autocast_dtype):
                 for inputs, counted in self._inputs():
                     self._teacher_hidden.append(gathered(self.teacher, final_hidden, self.teacher, inputs)[counted])
-        return self._mean(replaced, self._divergence)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with (
+            converted(self.teacher, replaced),
+            evaluating(self.teacher, device=self.device, autocast_dtype=self._autocast_dtype),
+        ):
+            for (inputs, counted), wanted in zip(self._inputs(), self._teacher_hidden):
+                total += gathered(self.teacher, self._divergence, inputs, counted, wanted)
+        return float(all_sum_(total)) / self.tokens
 
     def _inputs(self) -> Iterable[tuple[dict[str, Any], Tensor]]:
         for batch in self._batches:
             for inputs in inputs_for(self.teacher, batch, self.device):
                 yield inputs, inputs["labels"] != IGNORE_INDEX
 
-    def _mean(self, replaced: nn.ModuleDict, measure: Callable[[dict[str, Any], Tensor, int], Tensor]) -> float:
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with (
-            converted(self.teacher, replaced),
-            evaluating(self.teacher, device=self.device, autocast_dtype=self._autocast_dtype),
-        ):
-            for number, (inputs, counted) in enumerate(self._inputs()):
-                total += gathered(self.teacher, measure, inputs, counted, number)
-        return float(all_sum_(total)) / self.tokens
-
-    def _cross_entropy(self, inputs: dict[str, Any], counted: Tensor, number: int) -> Tensor:
-        hidden, labels = final_hidden(self.teacher, inputs)[counted], inputs["labels"][counted]
-        head = head_of(self.teacher)
-        parts = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
-        return sum(
-            (
-                nn.functional.cross_entropy(head(h).float(), target, reduction="none").double().sum()
-                for h, target in parts
-            ),
-            torch.zeros((), dtype=torch.float64, device=self.device),
-        )
-
-    def _divergence(self, inputs: dict[str, Any], counted: Tensor, number: int) -> Tensor:
-        assert self._teacher_hidden is not None
+    def _divergence(self, inputs: dict[str, Any], counted: Tensor, wanted: Tensor) -> Tensor:
         hidden, head = final_hidden(self.teacher, inputs)[counted], head_of(self.teacher)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for h, t in zip(hidden.split(CHUNK_TOKENS), self._teacher_hidden[number].split(CHUNK_TOKENS)):
+        for h, t in zip(hidden.split(CHUNK_TOKENS), wanted.split(CHUNK_TOKENS)):
             log_q, log_p = head(h).float().log_softmax(-1), head(t).float().log_softmax(-1)
             total += (log_p.exp() * (log_p - log_q)).sum(-1).double().sum()
         return total

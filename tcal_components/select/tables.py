@@ -1,4 +1,4 @@
-"""Tables of what ``select_layers`` found."""
+"""What ``select_layers`` found: the file of a set, and tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from tcal_components.reporting._format import short_number, short_tokens, table
+from tcal_components.select.policies import POLICIES, Ranking
+
+
+def selected_set(
+    policy: str, ranking: Ranking, num_layers: int, *, seconds: float, tokens: Mapping[str, int]
+) -> dict[str, Any]:
+    """What ``retain: {policy: file}`` reads, and what it cost to find.
+
+    Args:
+        policy: its name.
+        ranking: of all layers.
+        num_layers: how many keep attention.
+        seconds: that the ranking took.
+        tokens: that it read, by their use.
+
+    Returns:
+        dict: JSON-serialisable.
+    """
+    return {
+        "policy": policy,
+        "ranking": list(ranking.layers),
+        "retained_layers": sorted(ranking.layers[:num_layers]),
+        "num_layers": num_layers,
+        "total_layers": len(ranking.layers),
+        "scores": {str(layer): score for layer, score in sorted(ranking.scores.items())},
+        "score": POLICIES[policy].summary,
+        "seconds": round(seconds, 3),
+        "tokens": sum(tokens.values()),
+        "tokens_by_use": dict(tokens),
+        "details": ranking.details,
+    }
 
 
 def selection_markdown(selections: Mapping[str, Mapping[str, Any]]) -> str:

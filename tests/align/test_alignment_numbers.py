@@ -66,7 +66,7 @@ def run(teacher, text, heldout, make_mixers, tmp_path):
         state = RunState(tmp_path / name)
         return resumable_alignment(
             state,
-            resume=state.begin("a"),
+            resume=state.begin({"align": "a"}),
             teacher=teacher,
             mixers=make_mixers(),
             stream=BatchStream(text, batch_size=config.batch_size, seed=3),

@@ -105,7 +105,7 @@ def test_a_stopped_run_ends_with_the_numbers_of_an_unbroken_one(
         state, seen = RunState(tmp_path / name), []
         return resumable_alignment(
             state,
-            resume=state.begin("a"),
+            resume=state.begin({"align": "a"}),
             teacher=teacher,
             mixers=mixers(),
             stream=BatchStream(rows, batch_size=2, seed=0),

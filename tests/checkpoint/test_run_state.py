@@ -39,13 +39,13 @@ def test_round_trip_keeps_the_last_and_lists_them(tmp_path):
 
 def test_only_a_stage_of_the_same_inputs_is_continued(tmp_path):
     run = RunState(tmp_path / "run")
-    assert run.begin("a") is False and run.begin("a") is True  # killed before the first checkpoint
+    assert run.begin({"x": "a"}) is False and run.begin({"x": "a"}) is True  # killed before the first checkpoint
     run.save(1, state(1))
-    assert RunState(tmp_path / "run").begin("a") is True and run.steps() == [1]
-    assert run.begin("b") is False and run.steps() == []
+    assert RunState(tmp_path / "run").begin({"x": "a"}) is True and run.steps() == [1]
+    assert run.begin({"x": "b"}) is False and run.steps() == []
     run.save(1, state(1))
-    assert run.begin("b", resume=False) is False and run.steps() == []
-    assert run.begin("a") is False
+    assert run.begin({"x": "b"}, resume=False) is False and run.steps() == []
+    assert run.begin({"x": "a"}) is False
 
 
 def test_a_step_saved_again_replaces_the_first(tmp_path):

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from tcal_components.checkpoint import artifacts
-from tcal_components.checkpoint.artifacts import WriteError
+from tcal_components.checkpoint import files
+from tcal_components.checkpoint.files import WriteError
 from tcal_components.data import assert_disjoint, mixed_text, packed_chat, packed_text, token_files
 from tcal_components.data.token_files import TokenFiles
 
@@ -155,7 +155,7 @@ def test_a_full_disk_is_one_line(start, tmp_path, monkeypatch, error):
     def full(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(artifacts, "save_file", full)
+    monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(WriteError, match=r"^cannot write \S+tokens/training.safetensors: No space left[^\n]*$"):
         start()
     assert not list((tmp_path / "tokens").iterdir())

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from tcal_components.checkpoint.artifact import Artifact
 from tcal_components.measure.capture import capture_batch
 from tcal_components.measure.statistics import Statistics, histogram_quantiles, measure
 from tcal_components.models._decoder import build_decoder
@@ -50,7 +51,7 @@ def test_equal_to_dense_attention(make_teacher, make_batch, dtype):
     batches = [make_batch(0), make_batch(1, lengths=[1, 12, 19])]
     batches[1]["document"][:, -19:] = -1  # padding
     sums = measure(teacher, [0, 2], batches, block_size=10)
-    result = sums.finalise({"fingerprint": "abc"})
+    result = sums.finalise()
     tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-5}
     assert result.tokens == 2 * 32 + 2 * 13
     for layer in (0, 2):
@@ -112,10 +113,12 @@ def test_quantiles_of_a_histogram():
 
 
 def test_file_round_trip(teacher, make_batch, tmp_path):
-    result = measure(teacher, [0, 2], [make_batch(0)]).finalise({"fingerprint": "abc", "sources": [1, 2]})
-    result.save(tmp_path / "statistics.safetensors")
+    result = measure(teacher, [0, 2], [make_batch(0)]).finalise()
+    artifact = Artifact(tmp_path / "statistics.safetensors", {"teacher": "abc", "sources": [1, 2]})
+    result.save(artifact)
+    assert artifact.current() and not Artifact(artifact.path, {"teacher": "abd"}).current()
     loaded = Statistics.load(tmp_path / "statistics.safetensors")
-    assert loaded.metadata == result.metadata and loaded.tokens == result.tokens == 64
+    assert loaded.tokens == result.tokens == 64
     for layer in (0, 2):
         for name, value in vars(result.layers[layer]).items():
             assert torch.equal(getattr(loaded.layers[layer], name), value)

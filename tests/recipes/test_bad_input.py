@@ -172,7 +172,7 @@ def test_output_dir_with_another_model_in_it(refused, tmp_path):
 @pytest.mark.parametrize("stage", ["align", "distill"])
 def test_resuming_with_other_settings_loses_nothing(refused, tmp_path, stage):
     state = RunState(tmp_path / "out" / stage / "state")
-    state.begin("what the run was begun with")
+    state.begin({"seed": "what the run was begun with"})
     state.save(3, {"weight": torch.zeros(2)})
     assert f"{state.directory} holds step 3 of a run with other settings or text" in refused(
         "resume_from_checkpoint=true"

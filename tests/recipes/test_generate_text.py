@@ -48,7 +48,8 @@ def test_an_interrupted_run_writes_the_same_documents(write, tmp_path, capsys):
     with pytest.raises(RuntimeError):
         write(out, "generate_text.temperature=0.5")
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"error: {text} was written with another teacher, other prompts or settings; remove it")
+    assert said.startswith(f"error: {text} was written with another teacher, other prompts or settings (")
+    assert "(generate_text.temperature 1.0 -> 0.5); remove it" in said
     assert text.read_text().splitlines() == whole
 
 

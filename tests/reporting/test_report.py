@@ -11,8 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tcal_components.checkpoint.artifacts import load_result
-from tcal_components.reporting import Report, config_sha256, load_report, sanitize, write_json
+from tcal_components.reporting import Report, config_sha256, load_report, sanitize, stage_result, write_json
 
 # Written out by hand, not derived from the code: this is the contract that other programs rely on.
 CONTRACT = {
@@ -122,50 +121,46 @@ def test_nan_and_infinity_become_null(tmp_path, config):
 
 
 def test_a_report_is_put_together_from_the_results_of_its_stages(tmp_path, config):
-    first = Report(tmp_path, "r", config)
-    with first.stage("align", made_of="inputs", text="text") as clock:
+    first, result = Report(tmp_path, "r", config), stage_result(tmp_path, "align", {"align": 1})
+    with first.stage("align", result=result) as clock:
         clock.add_tokens(10)
         clock.record({"perplexity": {"aligned": 18.4}})
-        assert load_result(tmp_path, "align") is None, "not before the stage has ended"
-    with pytest.raises(RuntimeError), first.stage("distill", made_of="inputs"):
+        assert not result.path.exists(), "not before the stage has ended"
+    with pytest.raises(RuntimeError), first.stage("distill", result=stage_result(tmp_path, "distill", {})):
         raise RuntimeError
     first.path.unlink()
-    result = load_result(tmp_path, "align")
-    assert (result["made_of"], result["text"]) == ("inputs", "text") and load_result(tmp_path, "distill") is None
-    again = Report(tmp_path, "r", config, results={"align": result}, resume=True)
+    assert result.current() and not stage_result(tmp_path, "distill", {}).path.exists()
+    again = Report(tmp_path, "r", config, results=[result, stage_result(tmp_path, "distill", {})], resume=True)
     assert again.finished("align") and again["perplexity"]["aligned"] == 18.4
     assert again["seconds"]["align"] == first["seconds"]["align"]
     assert _read(again)["perplexity"]["aligned"] == 18.4
-    again.amend("align", {"perplexity": {"aligned": 17.5}}, text="another")
-    result = load_result(tmp_path, "align")
-    assert (result["made_of"], result["text"]) == ("inputs", "another")
-    assert result["report"]["perplexity"]["aligned"] == again["perplexity"]["aligned"] == 17.5
-    fresh = Report(tmp_path, "r", config)
-    assert not fresh.finished("align") and fresh["perplexity"]["aligned"] is None
+    again.amend("align", {"perplexity": {"aligned": 17.5}})
+    assert again["perplexity"]["aligned"] == _read(again)["perplexity"]["aligned"] == 17.5
+    assert result.load()["report"]["perplexity"]["aligned"] == 18.4, "the result is the stage's"
+    for results in ([], [stage_result(tmp_path, "align", {"align": 2})]):
+        fresh = Report(tmp_path, "r", config, results=results)
+        assert not fresh.finished("align") and fresh["perplexity"]["aligned"] is None
 
 
 def test_resumed_stage_adds_to_its_earlier_time_and_a_fresh_one_clears_its_numbers(tmp_path, config):
     report = Report(tmp_path, "r", config)
+    results = {stage: stage_result(tmp_path, stage, {"of": stage}) for stage in ("initialize", "align", "distill")}
     for stage, name in (("initialize", "analytic"), ("align", "aligned"), ("distill", "distilled")):
-        with report.stage(stage, made_of=stage) as clock:
+        with report.stage(stage, result=results[stage]) as clock:
             clock.record({"perplexity": {name: 18.4}, **({"recovery_curve": []} if stage == "distill" else {})})
-    with pytest.raises(SystemExit), report.stage("align", made_of="align"):
+    with pytest.raises(SystemExit), report.stage("align", result=results["align"]):
         # Later stages came of the alignment that is made anew.
         assert report["perplexity"] == {"naive": None, "analytic": 18.4, "aligned": None, "distilled": None}
         assert "recovery_curve" not in report.data
-        assert [bool(load_result(tmp_path, stage)) for stage in ("initialize", "align", "distill")] == [
-            True,
-            False,
-            False,
-        ]
+        assert [result.current() for result in results.values()] == [True, False, False]
         raise SystemExit(143)
     write_json(report.path, {**_read(report), "seconds": {"align": 100.0}})
-    report = Report(tmp_path, "r", config, results={"initialize": load_result(tmp_path, "initialize")}, resume=True)
-    with report.stage("align", made_of="align", resumed=True) as clock:
+    report = Report(tmp_path, "r", config, results=[results["initialize"]], resume=True)
+    with report.stage("align", result=results["align"], resumed=True) as clock:
         clock.add_tokens(1024)
         assert _read(report)["seconds"]["align"] >= 100.0, "also of a run that is killed now"
     assert report["tokens_per_second"]["align"] == pytest.approx(10.24, rel=0.01)
-    with report.stage("align", made_of="align"):
+    with report.stage("align", result=results["align"]):
         pass
     assert report["seconds"]["align"] < 100.0 and report["perplexity"]["analytic"] == 18.4
 

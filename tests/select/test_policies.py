@@ -3,13 +3,14 @@ import json
 import pytest
 import torch
 
+from tcal_components.checkpoint.artifact import Artifact
 from tcal_components.initialize.initialize import initialize_mixers
 from tcal_components.models.retained import RetainConfig, resolve_retained
 from tcal_components.modules.conversion import build_mixers, converted, load_mixers
 from tcal_components.modules.spec import GatedDeltaNetSpec
 from tcal_components.select.policies import (
+    rank_by,
     rank_by_ablation,
-    rank_by_alignment_error,
     rank_by_kl,
     rank_by_single_keep,
     rank_uniform,
@@ -63,9 +64,9 @@ def scorer(planted, batches):
 
 def test_the_planted_layer_is_ranked_first(planted, scorer, mixers):
     before = {name: value.clone() for name, value in planted.state_dict().items()}
-    ablation = rank_by_ablation(scorer, 3, ScoreFile(None))
-    single = rank_by_single_keep(scorer, mixers, ScoreFile(None))
-    guided = rank_by_kl(scorer, mixers, 2, ScoreFile(None))
+    ablation = rank_by_ablation(scorer, 3, ScoreFile())
+    single = rank_by_single_keep(scorer, mixers, ScoreFile())
+    guided = rank_by_kl(scorer, mixers, 2, ScoreFile())
     for ranking in (ablation, single, guided):
         assert ranking.layers[0] == NEEDED and sorted(ranking.layers) == [0, 1, 2]
         assert ranking.scores[NEEDED] == max(ranking.scores.values()) > 0
@@ -97,7 +98,7 @@ def test_loss_and_kl_are_those_of_the_written_out_computation(planted, scorer, b
 
 
 def test_kl_guided_is_greedy(scorer, mixers):
-    ranking = rank_by_kl(scorer, mixers, 3, ScoreFile(None))
+    ranking = rank_by_kl(scorer, mixers, 3, ScoreFile())
     kept = []
     for position in range(3):
         candidates = {
@@ -113,7 +114,7 @@ def test_kl_guided_is_greedy(scorer, mixers):
 
 def test_an_interrupted_ranking_continues(tmp_path, scorer, mixers, monkeypatch):
     path = tmp_path / "scores" / "single_keep.json"
-    whole = rank_by_single_keep(scorer, mixers, ScoreFile(tmp_path / "other.json"))
+    whole = rank_by_single_keep(scorer, mixers, ScoreFile(Artifact(tmp_path / "other.json", {})))
     measured, original = [], scorer.loss
 
     def loss(replaced=None):
@@ -124,18 +125,18 @@ def test_an_interrupted_ranking_continues(tmp_path, scorer, mixers, monkeypatch)
 
     monkeypatch.setattr(scorer, "loss", loss)
     with pytest.raises(KeyboardInterrupt):
-        rank_by_single_keep(scorer, mixers, ScoreFile(path, fingerprint="a"))
+        rank_by_single_keep(scorer, mixers, ScoreFile(Artifact(path, {"text": "a"})))
     assert len(json.loads(path.read_text())["values"]) == 2
     measured.clear()
     monkeypatch.setattr(scorer, "loss", lambda replaced=None: measured.append(1) or original(replaced))
-    continued = rank_by_single_keep(scorer, mixers, ScoreFile(path, fingerprint="a"))
+    continued = rank_by_single_keep(scorer, mixers, ScoreFile(Artifact(path, {"text": "a"})))
     assert len(measured) == 2 and continued == whole
-    assert ScoreFile(path, fingerprint="b").values == {}, "made from other inputs"
+    assert ScoreFile(Artifact(path, {"text": "b"})).values == {}, "made from other inputs"
 
 
 def test_scores_that_are_not_finite_are_refused():
     with pytest.raises(FloatingPointError, match="without 3 is nan"):
-        ScoreFile(None).get("without 3", lambda: float("nan"))
+        ScoreFile().get("without 3", lambda: float("nan"))
 
 
 def test_text_without_labels_is_refused(teacher, make_batch):
@@ -147,7 +148,7 @@ def test_text_without_labels_is_refused(teacher, make_batch):
 def test_rankings_without_measurements():
     uniform = rank_uniform(6, 3)
     assert uniform.layers == (0, 2, 4, 1, 3, 5) and set(uniform.scores.values()) == {None}
-    assert rank_by_alignment_error({0: 0.2, 1: 0.5, 2: 0.5}).layers == (1, 2, 0)
+    assert rank_by({0: 0.2, 1: 0.5, 2: 0.5}).layers == (1, 2, 0)
 
 
 def test_the_written_set_is_read(tmp_path):

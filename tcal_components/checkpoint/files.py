@@ -1,17 +1,19 @@
-"""The files that stages leave: safetensors with a fingerprint, and their results, written whole or not at all."""
+"""Files that are there whole or not at all, and which of them could not be written."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -62,27 +64,6 @@ def _reason(error: BaseException) -> str | None:
     return _reason(before) if before is not None else None
 
 
-def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], *, fingerprint: str) -> Path:
-    """Write a safetensors file under a temporary name and rename it.
-
-    Args:
-        path: where it goes; the folder is made.
-        tensors: by name, on any device; tensors that share memory are copied.
-        fingerprint: of what they were made from, see :mod:`tcal_components.checkpoint.fingerprint`.
-
-    Returns:
-        The path.
-    """
-    seen: set[int] = set()
-    ready = {}
-    for name, tensor in tensors.items():
-        value = tensor.detach().to("cpu").contiguous()
-        pointer = value.untyped_storage().data_ptr()
-        ready[name] = value.clone() if pointer in seen else value
-        seen.add(pointer)
-    return save_whole(path, ready, {"format": "pt", "fingerprint": fingerprint})
-
-
 def save_whole(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Path:
     """A safetensors file that is there whole or not at all, with the mode of other files.
 
@@ -128,41 +109,29 @@ def replacing(path: str | Path) -> Iterator[Path]:
                 temporary.unlink(missing_ok=True)
 
 
-def result_path(output_dir: str | Path, stage: str) -> Path:
-    """Where a stage's result lies: beside its other files."""
-    return Path(output_dir) / stage / "result.json"
+def sanitize(value: Any) -> Any:
+    """Plain JSON values: tensors and numpy scalars become numbers or lists, NaN and infinities become ``None``."""
+    if isinstance(value, torch.Tensor):
+        return sanitize(value.detach().cpu().tolist())
+    if isinstance(value, Mapping):
+        return {str(key): sanitize(item) for key, item in value.items()}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (set, frozenset)):
+        return [sanitize(item) for item in sorted(value)]
+    if isinstance(value, Sequence):
+        return [sanitize(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (Path, torch.dtype, torch.device)):
+        return str(value)
+    if hasattr(value, "tolist"):  # numpy arrays and scalars, without importing numpy
+        return sanitize(value.tolist())
+    raise TypeError(f"a report holds numbers, strings, lists and dicts, not {type(value).__name__}")
 
 
-def load_result(output_dir: str | Path, stage: str) -> dict[str, Any] | None:
-    """The result of a finished stage, see :meth:`tcal_components.reporting.Report.stage`.
-
-    Args:
-        output_dir: of the run.
-        stage: its name.
-
-    Returns:
-        dict or None: ``made_of`` (fingerprint of its inputs), ``text`` (that of the evaluation text) and ``report`` (its
-        part of the report); None where there is none.
-    """
-    try:
-        result = json.loads(result_path(output_dir, stage).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return result if isinstance(result, dict) and {"made_of", "text", "report"} <= result.keys() else None
-
-
-def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """Tensors of a file that :func:`write_tensors` wrote, on the CPU.
-
-    Args:
-        path: the file.
-
-    Returns:
-        By name.
-
-    Raises:
-        FileNotFoundError: no such file.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no file {path}")
-    return load_file(str(path), device="cpu")
+def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
+    """Writes JSON so that a kill at any moment leaves either the old file or the new one, never a part."""
+    text = json.dumps(sanitize(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
