@@ -139,7 +139,8 @@ def check_config(cfg: DictConfig) -> Run:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("evaluate_hybrid runs as one process; start it without --nproc_per_node")
     read_torchtune_texts(cfg, ("validation_dataset",))
-    check_top_level(cfg, _KEYS)
+    # Two names that our configs refer to; the command line may have replaced all that does.
+    check_top_level(cfg, [*_KEYS, "run_dir", "teacher_dir"])
     run = read(EvaluateConfig, cfg)
     resolve_assets(cfg)
     device, seed, measurements = setup_process_group(run.device), run.seed, run.evaluate

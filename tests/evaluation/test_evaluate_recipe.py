@@ -190,7 +190,7 @@ def test_teacher_checkpoint_and_export_side_by_side(recipe, config, tmp_path, mo
     text = (tmp_path / "out" / "report.md").read_text()
     for heading in (
         "Perplexity side by side",
-        "Retrieval by distance",
+        "Recall: retrieval by distance",
         "Agreement with the teacher",
         "Continuations of held-out text",
         "Generated answers",
