@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One set of rules on any teacher, its controls beside it: minutes a run on one GPU. Not run in full yet.
+# One set of rules on any teacher, its controls beside it: minutes a run on one GPU.
 #
 #   docs/results/two_teachers.sh TEACHER NUM_LAYERS TEXT RUNS PART...
 #
