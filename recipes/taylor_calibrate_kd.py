@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 from tcal_components.align.resumable import resumable_alignment
 from tcal_components.checkpoint.files import writing
 from tcal_components.config import command_line, one_line_errors
-from tcal_components.config.pipeline import COMPONENTS, KEYS, PipelineConfig
 from tcal_components.distill import Distiller
 from tcal_components.distill.profiling import profiled
 from tcal_components.distributed import gather_full_state_dict
@@ -37,6 +36,7 @@ from tcal_components.export.verify import verify_export
 from tcal_components.initialize.initialize import initialize_mixers
 from tcal_components.measure.statistics import Statistics, stored_statistics
 from tcal_components.modules.hybrid_decoder import HybridDecoder
+from tcal_components.pipeline.config import COMPONENTS, KEYS, PipelineConfig
 from tcal_components.pipeline.models import Models
 from tcal_components.pipeline.notes import (
     card_of_export,

@@ -23,7 +23,7 @@ from tcal_components.config import (
     section,
     takes,
 )
-from tcal_components.config.pipeline import PipelineKeys
+from tcal_components.pipeline.config import PipelineKeys
 
 
 @dataclasses.dataclass(frozen=True)

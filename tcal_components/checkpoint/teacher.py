@@ -12,9 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torchtune import training
 
 from tcal_components.checkpoint.names import teacher_tensors
-from tcal_components.config import read_json_object
+from tcal_components.config import read_json, read_json_object
 from tcal_components.config.schema import shown
-from tcal_components.export.config_json import read_json
 from tcal_components.models.hf_config import read_config, read_spec, spec_from_config
 from tcal_components.precision.dtypes import is_finite, parse_dtype, refuse_overflow
 

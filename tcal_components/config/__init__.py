@@ -1,7 +1,7 @@
 """Reads and checks configs: what a section may hold, and where a mistake is."""
 
 from tcal_components.config.command_line import command_line, one_line_errors
-from tcal_components.config.files import check_output_dir, read_json_object
+from tcal_components.config.files import check_output_dir, read_json, read_json_object
 from tcal_components.config.numbers import (
     Count,
     Length,
@@ -62,6 +62,7 @@ __all__ = [
     "keys_of",
     "one_line_errors",
     "read",
+    "read_json",
     "read_json_object",
     "resolve_assets",
     "section",

@@ -52,6 +52,15 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object, or {} where there is no file.
+
+    Raises:
+        ValueError: If the file holds something else.
+    """
+    return read_json_object(path) if path.is_file() else {}
+
+
 def json_kind(value: Any) -> str:
     """What a value read from JSON is, as messages call it."""
     return "null" if value is None else f"a {type(value).__name__}"

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from tcal_components.config import read_json_object
 from tcal_components.export.layout import CONV_SIZE, HybridLayout, parameter_count
 from tcal_components.modules.spec import DecoderSpec, GatedDeltaNetSpec, check_retained_layers
 
@@ -110,15 +109,6 @@ def export_layout(
         scale_by_norm=format == STOCK_FORMAT and not spec.qk_norm,
         pad_values=pad_values and format == STOCK_FORMAT,  # no other engine reads the custom class
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object, or {} where there is no file.
-
-    Raises:
-        ValueError: If the file holds something else.
-    """
-    return read_json_object(path) if path.is_file() else {}
 
 
 def attention_interval(layout: HybridLayout) -> int | None:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from tcal_components.checkpoint.files import flush
 from tcal_components.checkpoint.teacher import check_token_ids
+from tcal_components.config import read_json
 from tcal_components.export.config_json import (
     CUSTOM_FORMAT,
     STOCK_FORMAT,
@@ -24,7 +25,6 @@ from tcal_components.export.config_json import (
     export_config,
     export_info,
     export_layout,
-    read_json,
 )
 from tcal_components.export.custom_model import add_custom_model
 from tcal_components.export.layout import HybridLayout

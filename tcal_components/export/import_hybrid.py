@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tcal_components.checkpoint.teacher import check_headers, check_tied_head, locate_tensors, open_safetensors
-from tcal_components.export.config_json import FORMATS, export_layout, read_json
+from tcal_components.config import read_json
+from tcal_components.export.config_json import FORMATS, export_layout
 from tcal_components.export.folder import NORM_RECORDS_FILE
 from tcal_components.export.layout import (
     CONV_SIZE,

@@ -12,12 +12,12 @@ from tqdm import tqdm
 
 from tcal_components.config import OneOf
 from tcal_components.distributed.collectives import rank
+from tcal_components.initialize.held_out_sums import HeldoutSums
 from tcal_components.initialize.layer import InitializeOptions, LayerBatch, LayerStart
 from tcal_components.initialize.output_projection import RegressionSums
 from tcal_components.initialize.projections import check_head_sizes, read_attention
 from tcal_components.initialize.strategies import STRATEGIES, Strategy
 from tcal_components.measure.capture import AttentionCapture, capture_batch, student_precision
-from tcal_components.measure.held_out_sums import HeldoutSums
 from tcal_components.measure.statistics import LayerStatistics, Statistics
 from tcal_components.measure.sums import batch_documents
 from tcal_components.modules.conversion import build_mixers

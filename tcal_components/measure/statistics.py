@@ -15,8 +15,8 @@ from tqdm import tqdm
 from tcal_components.checkpoint.artifact import Artifact
 from tcal_components.distributed import ParallelContext
 from tcal_components.distributed.collectives import rank
-from tcal_components.initialize.closed_form import constant_direction
 from tcal_components.measure.capture import AttentionCapture, capture_batch
+from tcal_components.measure.constant_direction import constant_direction
 from tcal_components.measure.sums import LayerSums, batch_documents
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torchtune import training
 
-from tcal_components.config.pipeline import PipelineConfig
 from tcal_components.evaluation.load import free
 from tcal_components.initialize.initialize import initialize_mixers
 from tcal_components.modules.conversion import converted, student_state_dict
 from tcal_components.modules.hybrid_decoder import HybridDecoder
+from tcal_components.pipeline.config import PipelineConfig
 from tcal_components.pipeline.stages import Stages
 from tcal_components.precision.float8 import apply_float8, without_float8
 from tcal_components.setup import Workbench

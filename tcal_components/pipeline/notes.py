@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcal_components.config.pipeline import PipelineConfig
 from tcal_components.distill.config import DistillResult
 from tcal_components.evaluation.cache_size import recurrent_state_bytes
 from tcal_components.export.config_json import ExportInfo, dropped_features
 from tcal_components.export.notes import serving_notes
-from tcal_components.measure.held_out import diagnose
+from tcal_components.initialize.held_out import diagnose
 from tcal_components.models.memory import count_parameters
 from tcal_components.modules.hybrid_decoder import HybridDecoder
+from tcal_components.pipeline.config import PipelineConfig
 from tcal_components.pipeline.models import Models
 from tcal_components.pipeline.stages import Stages
 from tcal_components.precision.float8 import without_float8

@@ -15,8 +15,8 @@ from tcal_components.checkpoint.artifact import Artifact
 from tcal_components.checkpoint.files import replacing
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.config import ConfigError
-from tcal_components.config.pipeline import PipelineConfig
 from tcal_components.distributed.watch import shared
+from tcal_components.pipeline.config import PipelineConfig
 from tcal_components.reporting import Report, StageClock, stage_result
 from tcal_components.reporting.console import stage_line
 from tcal_components.reporting.report import NUMBERS

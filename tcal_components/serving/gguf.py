@@ -26,7 +26,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from tcal_components.checkpoint.teacher import locate_tensors, open_safetensors
-from tcal_components.export.config_json import read_json
+from tcal_components.config import read_json
 from tcal_components.export.engines import llama_cpp_refusal
 from tcal_components.export.folder import INDEX_FILE
 from tcal_components.export.import_hybrid import read_exported_folder

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tcal_components.assets import asset_path
-from tcal_components.config.pipeline import COMPONENTS, KEYS, PipelineConfig
+from tcal_components.pipeline.config import COMPONENTS, KEYS, PipelineConfig
 from tcal_components.setup import Workbench
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"

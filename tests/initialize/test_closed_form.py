@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tcal_components.initialize import closed_form as analytic
+from tcal_components.measure.constant_direction import constant_direction
 
 
 def realised_half_life(g):
@@ -50,7 +51,7 @@ def test_write_gate_mean_moves_only_along_w_star():
     torch.manual_seed(0)
     x = torch.randn(500, 16).double() + 2.0 * F.normalize(torch.randn(16).double(), dim=0)
     mean = x.mean(0)
-    w_star, std = analytic.constant_direction(x.T @ x / 500, mean)
+    w_star, std = constant_direction(x.T @ x / 500, mean)
     values = x @ w_star
     assert float(values.mean()) == pytest.approx(1.0, abs=1e-9)
     assert float(values.std(unbiased=False)) == pytest.approx(float(std), rel=1e-6)
@@ -62,7 +63,7 @@ def test_write_gate_mean_moves_only_along_w_star():
     row -= row @ mean / (mean @ mean) * mean
     assert float((x @ (1000.0 * row)).mean().abs()) < 1e-9
     with pytest.raises(ValueError, match="mean input of the layer is zero"):
-        analytic.constant_direction(torch.eye(3), torch.zeros(3))
+        constant_direction(torch.eye(3), torch.zeros(3))
 
 
 def test_open_gate_and_folded_bias():
@@ -141,7 +142,7 @@ def test_head_scales_solve_the_joint_least_squares():
 def test_centred_rows():
     torch.manual_seed(0)
     x = torch.randn(200, 8).double() + 2.0
-    w_star, _ = analytic.constant_direction(x.T @ x / 200, x.mean(0))
+    w_star, _ = constant_direction(x.T @ x / 200, x.mean(0))
     weight = torch.randn(5, 8).double()
     keys = x @ analytic.centred_rows(weight, x.mean(0), w_star).T
     assert float(keys.mean(0).abs().max()) < 1e-9

@@ -9,8 +9,8 @@ from tcal_components.align.aligner import Aligner
 from tcal_components.align.config import AlignConfig
 from tcal_components.align.refit import refit_outputs
 from tcal_components.data import BatchStream, from_torchtune, prepare_batch
+from tcal_components.initialize.held_out import diagnose
 from tcal_components.initialize.initialize import initialize_mixers
-from tcal_components.measure.held_out import diagnose
 from tcal_components.measure.statistics import measure
 from tcal_components.modules.conversion import build_mixers, load_mixers
 from tcal_components.modules.spec import GatedDeltaNetSpec

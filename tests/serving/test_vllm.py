@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tcal_components.export.config_json import read_json
+from tcal_components.config import read_json
 from tcal_components.serving import outline, vllm_check, vllm_plugin, vllm_speed
 
 

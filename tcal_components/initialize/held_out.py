@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from tcal_components.distributed.collectives import rank
+from tcal_components.initialize.held_out_sums import HeldoutSums
 from tcal_components.initialize.layer import LayerBatch
 from tcal_components.measure.capture import AttentionCapture, capture_batch
-from tcal_components.measure.held_out_sums import HeldoutSums
 from tcal_components.measure.statistics import batch_documents
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 
@@ -36,7 +36,7 @@ def diagnose(
         progress: label of a progress bar, on rank 0; None shows none.
 
     Returns:
-        dict: by layer what :meth:`~tcal_components.measure.held_out_sums.HeldoutSums.notes` gives, of all processes.
+        dict: by layer what :meth:`~tcal_components.initialize.held_out_sums.HeldoutSums.notes` gives, of all processes.
     """
     layers = sorted(int(layer) for layer in mixers)
     sums: dict[int, HeldoutSums] = {}
