@@ -40,7 +40,6 @@ from tcal_components.config.torchtune_components import read_torchtune_texts
 from tcal_components.distributed import setup_process_group
 from tcal_components.distributed.preemption import one_line_ending
 from tcal_components.evaluation.agreement import agreement
-from tcal_components.evaluation.answers import answer_report, answers, task_rows
 from tcal_components.evaluation.generation import (
     Continuations,
     ContinuationScores,
@@ -58,8 +57,9 @@ from tcal_components.evaluation.perplexity import (
     perplexity,
     perplexity_by_context,
 )
-from tcal_components.evaluation.retrieval import example_sets, retrieval
-from tcal_components.evaluation.retrieval_tasks import Example
+from tcal_components.evaluation.recall.answers import answer_report, answers, task_rows
+from tcal_components.evaluation.recall.predicted import example_sets, retrieval
+from tcal_components.evaluation.recall.tasks import Example
 from tcal_components.evaluation.settings import MEASUREMENTS, SECTIONS
 from tcal_components.evaluation.speed import speed
 from tcal_components.models.hf_config import read_config

@@ -48,7 +48,8 @@ from tcal_components.distributed import setup_process_group
 from tcal_components.distributed.preemption import one_line_ending
 from tcal_components.evaluation.generation import choose_prompts
 from tcal_components.evaluation.load import ModelSource, load_model
-from tcal_components.modules.generation import Sampling, generate
+from tcal_components.modules.generation import generate
+from tcal_components.modules.sampling import Sampling
 from tcal_components.ops.kernels import tune_kernels
 from tcal_components.precision.dtypes import parse_dtype
 from tcal_components.reporting import Report

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from tcal_components.align.aligner import Aligner
 from tcal_components.align.config import AlignConfig
 from tcal_components.benchmark.flops import ModelFlops
+from tcal_components.benchmark.synthetic import SyntheticPacks, random_weights_
 from tcal_components.benchmark.variants import OPTIMIZERS, Variant
 from tcal_components.data import BatchStream, prepare_batch
 from tcal_components.distill import DistillConfig, Distiller, LinearKL, train
 from tcal_components.distributed import ParallelContext, materialize, parallelize, to_storage_dtype
 from tcal_components.evaluation.loss_head import DenseKL
-from tcal_components.evaluation.synthetic import SyntheticPacks, random_weights_
 from tcal_components.models._decoder import build_decoder
 from tcal_components.models.memory import estimate_memory
 from tcal_components.modules.conversion import build_mixers

@@ -1,7 +1,7 @@
 """Fixed-length training sequences packed from documents, with their boundaries."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,10 @@ from torch.utils.data import Dataset
 from tcal_components.config import Length, Seed, Skipped, Tokens
 from tcal_components.data import sources as reading
 from tcal_components.data.disjoint import PackedDocument, document_digest
+from tcal_components.data.encoding import Encoded, documents_of_array, encode_documents, open_documents
 from tcal_components.data.tokenizer import HFTokenizer
 
 IGNORE_INDEX = -100
-# Characters tokenised together: enough to use every core, little enough to stop early at max_tokens.
-_BATCH_CHARACTERS = 1_000_000
-# A document while it is read: where it stands, and its token ids in pieces.
-Encoded = tuple[str, Iterable[np.ndarray]]
 
 
 @dataclass
@@ -179,10 +176,10 @@ def packed_text(
     if local and source.endswith(reading.TOKEN_SUFFIX):
         if shuffle_documents:
             raise ValueError(f"shuffle_documents is not available for a token array, got source {source}")
-        encoded = _documents_of_array(source, tokenizer)
+        encoded = documents_of_array(source, tokenizer)
     else:
-        encoded = _encode(
-            _open(source, local, subset, split, text_column, shuffle_documents, seed, streaming), tokenizer
+        encoded = encode_documents(
+            open_documents(source, local, subset, split, text_column, shuffle_documents, seed, streaming), tokenizer
         )
     return _pack_stream(
         encoded,
@@ -193,72 +190,6 @@ def packed_text(
         skip_tokens=skip_tokens,
         limit=max_tokens,
     )
-
-
-def _open(
-    source: str,
-    local: bool,
-    subset: str | None,
-    split: str | None,
-    text_column: str,
-    shuffle: bool,
-    seed: int,
-    streaming: bool,
-) -> Iterator[reading.Document]:
-    path = reading.resolve(source)
-    if local and not reading.is_saved_dataset(path):
-        if split is not None or subset is not None:
-            raise ValueError(
-                f"split and subset are for Hugging Face datasets; source {source} is a local file or folder"
-            )
-        files = reading.find_files(path)
-        if shuffle:
-            files = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
-        documents = reading.read_files(files, text_column=text_column)
-    else:
-        documents = reading.read_hub(source, subset=subset, split=split, text_column=text_column, streaming=streaming)
-    return reading.shuffled(documents, seed=seed) if shuffle else documents
-
-
-def _encode(documents: Iterable[reading.Document], tokenizer: HFTokenizer) -> Iterator[Encoded]:
-    batch: list[reading.Document] = []
-    characters = 0
-    for document in documents:
-        if document.more is None:
-            batch.append(document)
-            characters += len(document.text)
-        if document.more is not None or characters >= _BATCH_CHARACTERS:
-            yield from _encode_batch(batch, tokenizer)
-            batch, characters = [], 0
-        if document.more is not None:
-            yield document.where, tokenizer.encode_pieces(document.pieces())
-    yield from _encode_batch(batch, tokenizer)
-
-
-def _encode_batch(batch: list[reading.Document], tokenizer: HFTokenizer) -> Iterator[Encoded]:
-    texts = [document.text for document in batch]
-    for document, ids in zip(batch, tokenizer.encode_batch(texts, add_bos=tokenizer.adds_bos, add_eos=True)):
-        yield document.where, [np.asarray(ids, dtype=np.uint32)]
-
-
-def _documents_of_array(source: str, tokenizer: HFTokenizer) -> Iterator[Encoded]:
-    path = reading.resolve(source)
-    tokens = reading.read_token_array(path, vocab_size=tokenizer.vocab_size)
-    begin, size = 0, len(tokens)
-    for low in range(0, size, reading.PIECE):
-        ends = np.flatnonzero(tokens[low : low + reading.PIECE] == tokenizer.eos_id) + low + 1
-        for end in ends.tolist():
-            yield f"{path} tokens {begin} to {end}", _array_pieces(tokens, begin, end, tokenizer)
-            begin = end
-    if begin < size:
-        yield f"{path} tokens {begin} to {size}", _array_pieces(tokens, begin, size, tokenizer)
-
-
-def _array_pieces(tokens: np.ndarray, begin: int, end: int, tokenizer: HFTokenizer) -> Iterator[np.ndarray]:
-    head = tokens[begin : min(end, begin + len(tokenizer.begin_ids))].tolist()
-    yield np.asarray(tokenizer.opened(head)[: -len(head) or None], dtype=np.uint32)
-    for low in range(begin, end, reading.PIECE):
-        yield np.asarray(tokens[low : min(low + reading.PIECE, end)], dtype=np.uint32)
 
 
 def _pack_stream(

@@ -1,6 +1,5 @@
 """A torchtune tokenizer read from the ``tokenizer.json`` of a Hugging Face folder."""
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +12,11 @@ from torchtune.data import Message
 from tcal_components.assets import resolve
 from tcal_components.config import read_json_object
 from tcal_components.config.schema import shown
+from tcal_components.data.chat_template import ChatTemplate
 from tcal_components.data.sources import first_line
 
 # Where a folder names its special tokens, in the order in which they are asked.
 _CONFIG_FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
-_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-Span = tuple[int, int]  # of characters
 # Characters before a cut in a long text whose tokens may depend on what follows, and behind it on what went before; far
 # more than any token has. And the tokens that two readings of the same place must share to be taken for the same.
 _CONTEXT = 4096
@@ -50,6 +48,7 @@ class HFTokenizer:
     def __init__(self, folder: Path, *, max_seq_len: int | None = None) -> None:
         self.folder = folder
         self.max_seq_len = max_seq_len
+        self.template = ChatTemplate(folder)
         self._configs = {name: read_json_object(folder / name) for name in _CONFIG_FILES if (folder / name).is_file()}
         if not self._configs:
             raise ValueError(f"{folder} has tokenizer.json but none of {', '.join(_CONFIG_FILES)} beside it")
@@ -221,14 +220,10 @@ class HFTokenizer:
             ValueError: if the folder has no chat template, the template refuses the dialogue, or it has no marks and
                 rewrites earlier turns.
         """
-        turns = [{"role": message.role, "content": message.text_content} for message in messages]
         if not add_end_tokens:
-            ids = self.opened(self.tokenizer.encode(self._prompt(turns), add_special_tokens=False).ids)
+            ids = self.opened(self.tokenizer.encode(self.template.prompt(messages), add_special_tokens=False).ids)
             return ids, [True] * len(ids)
-        rendered, marked = self._render(turns)
-        spans = self._learned(messages, marked) if marked else None
-        if spans is None:
-            spans = self._spans_turn_by_turn(messages, turns)
+        rendered, spans = self.template.dialogue(messages)
         encoded = self.tokenizer.encode(rendered, add_special_tokens=False)
         ids = self.opened(encoded.ids)
         mask = [True] * (len(ids) - len(encoded.ids))
@@ -242,75 +237,6 @@ class HFTokenizer:
         """torchtune's model transform: pops ``messages``, adds ``tokens`` and ``mask``; a prompt for ``inference``."""
         tokens, mask = self.tokenize_messages(sample.pop("messages"), add_end_tokens=not inference)
         return {**sample, "tokens": tokens, "mask": mask}
-
-    def _prompt(self, turns: list[dict[str, str]]) -> str:
-        if turns and turns[-1] == {"role": "assistant", "content": ""}:  # torchtune's sign for "answer here"
-            turns = turns[:-1]
-        if self._chat.chat_template is None:
-            return "\n".join(turn["content"] for turn in turns)
-        answering = bool(turns) and turns[-1]["role"] == "assistant"
-        return self._render(turns, add_generation_prompt=not answering, continue_final_message=answering)[0]
-
-    @staticmethod
-    def _learned(messages: list[Message], marked: list[Span]) -> list[Span] | None:
-        """The marked parts of the template that unmasked messages wrote; None where marks cannot tell."""
-        answers = [message for message in messages if message.role == "assistant"]
-        if any(not message.masked for message in messages if message.role != "assistant"):
-            return None
-        if len(marked) == len(answers):
-            return [span for span, message in zip(marked, answers) if not message.masked]
-        return None if any(message.masked for message in answers) else marked
-
-    def _spans_turn_by_turn(self, messages: list[Message], turns: list[dict[str, str]]) -> list[Span]:
-        spans: list[Span] = []
-        rendered = ""
-        for index, message in enumerate(messages):
-            stages = [self._render(turns[: index + 1])[0]]
-            if not message.masked and index:
-                # The role header belongs to the prompt: the model is to learn what follows it.
-                stages.insert(0, self._render(turns[:index], add_generation_prompt=True)[0])
-            for text in stages:
-                if not text.startswith(rendered):
-                    raise ValueError(
-                        f"the chat template of {self.folder} rewrites earlier turns and has no generation tags, so prompts "
-                        "cannot be masked turn by turn; use a torchtune tokenizer of the family for this data"
-                    )
-                begin, rendered = len(rendered), text
-            if not message.masked:
-                spans.append((begin, len(rendered)))
-        return spans
-
-    @cached_property
-    def _chat(self) -> Any:
-        """transformers' tokenizer of the folder: it finds the template among all places and forms that there are."""
-        from transformers import PreTrainedTokenizerFast
-
-        try:
-            return PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
-        except Exception as error:  # it expects well-formed files and raises many kinds
-            raise ValueError(f"transformers cannot read the tokenizer of {self.folder}: {first_line(error)}") from error
-
-    def _render(self, turns: list[dict[str, str]], **options: Any) -> tuple[str, list[Span]]:
-        """The dialogue as text, and which characters of it the template marks as the assistant's."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        if self._chat.chat_template is None:
-            raise ValueError(
-                f"{self.folder} has no chat template (chat_template.jinja or chat_template in tokenizer_config.json)"
-            )
-        try:
-            template = self._chat.get_chat_template()
-            rendered: Any = render_jinja_template(
-                conversations=[turns],
-                chat_template=template,
-                return_assistant_tokens_mask=_GENERATION_TAG.search(template) is not None and not options,
-                **options,
-                **self._chat.special_tokens_map,
-            )
-        except Exception as error:  # whatever the program in the folder raises
-            raise ValueError(f"chat template of {self.folder}: {first_line(error)}") from error
-        (text,), spans = rendered
-        return _text(text, f"the dialogue that the chat template of {self.folder} renders"), spans[0] if spans else []
 
 
 def hf_tokenizer(path: str | Path, *, max_seq_len: int | None = None) -> HFTokenizer:
@@ -363,12 +289,3 @@ def _joint(left: Encoding, right: Encoding, begin: int) -> tuple[int, int] | Non
         if place >= 3 * _CONTEXT and j is not None and left.ids[i : i + _AGREEING] == right.ids[j : j + _AGREEING]:
             return i, j
     return None
-
-
-def _text(value: str, where: str) -> str:
-    """Refuses what JSON can spell and no UTF-8 text can hold."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} holds half a surrogate pair at character {error.start}, which is no text") from error
-    return value

@@ -3,14 +3,13 @@
 from tcal_components.distributed.parallel import (
     ParallelContext,
     check_cpu_offload,
-    gather_full_state_dict,
-    load_full_state_dict,
     materialize,
     parallelize,
     reshard,
     setup_process_group,
     to_storage_dtype,
 )
+from tcal_components.distributed.state_dicts import gather_full_state_dict, load_full_state_dict
 
 __all__ = [
     "ParallelContext",

@@ -6,13 +6,11 @@ import contextlib
 import dataclasses
 import datetime
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -25,9 +23,8 @@ from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 
 from tcal_components.distributed.watch import barrier, patient_group
-from tcal_components.modules.gated_delta_net import DecayParameters
 from tcal_components.modules.hybrid_decoder import HybridDecoder
-from tcal_components.precision.dtypes import refuse_overflow
+from tcal_components.modules.mixer_parts import DecayParameters
 
 _COMPILED_SHAPES = 64
 
@@ -272,50 +269,3 @@ def materialize(model: nn.Module, *, ctx: ParallelContext, cpu_offload: bool = F
                 # FSDP2's offload moves parameters only: the table belongs where the computation is.
                 module.to(ctx.device)
                 rope_init()
-
-
-def load_full_state_dict(
-    model: nn.Module, state_dict: Mapping[str, Tensor], *, ctx: ParallelContext, cpu_offload: bool = False
-) -> None:
-    """Give a model its weights; every process calls it, only the first one's ``state_dict`` is read.
-
-    Args:
-        model: as ``parallelize`` returned it, on the meta device or with storage. Storage keeps its dtype.
-        state_dict: full tensors, anywhere; the other processes may pass an empty one.
-        ctx: the processes.
-        cpu_offload: as given to ``parallelize``.
-
-    Raises:
-        RuntimeError: for missing, unknown or misshapen weights.
-        ValueError: for a weight outside the range of the model's dtype.
-    """
-    barrier()  # the first process has been reading the weights
-    reshard(model)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        # Not assigned but copied into: assigning loses float8's wrapped weights and the parameters' requires_grad.
-        materialize(model, ctx=ctx, cpu_offload=cpu_offload)
-    full: dict[str, Any] = dict(state_dict) if ctx.is_first else {}
-    kept_as = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    for name, tensor in full.items():
-        refuse_overflow(tensor, kept_as.get(name, tensor.dtype), name)  # copying would make infinities
-    if ctx.mesh is None:
-        model.load_state_dict(full, strict=True)
-        return
-    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-
-
-def gather_full_state_dict(model: nn.Module, *, ctx: ParallelContext) -> dict[str, Tensor]:
-    """The full weights on the CPU, one tensor at a time over the GPU; every process calls it.
-
-    Args:
-        model: sharded or not.
-        ctx: the processes.
-
-    Returns:
-        Copies of all weights in the first process, nothing in the others.
-    """
-    reshard(model)
-    if ctx.mesh is None:
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    full: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return full

@@ -17,7 +17,7 @@ from tcal_components.data.packed import IGNORE_INDEX
 from tcal_components.evaluation.access import device_of, evaluating
 from tcal_components.evaluation.perplexity import token_nll
 from tcal_components.evaluation.written import written
-from tcal_components.modules.generation import Sampling
+from tcal_components.modules.sampling import Sampling
 
 NGRAM = 4  # tokens of a piece that counts as repeated
 _SCORED_TOKENS = 16384  # that go through the teacher at once

@@ -18,7 +18,7 @@ from tcal_components.checkpoint.teacher import load_teacher_state_dict
 from tcal_components.config import ConfigError, Length, Settings, read_json_object
 from tcal_components.export.stock_model import usable_kernels
 from tcal_components.models import build_decoder, read_spec
-from tcal_components.modules.gated_delta_net import DecayParameters
+from tcal_components.modules.mixer_parts import DecayParameters
 from tcal_components.modules.spec import DecoderSpec
 from tcal_components.precision.dtypes import refuse_overflow
 

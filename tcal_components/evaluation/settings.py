@@ -8,7 +8,7 @@ from typing import Annotated
 from tcal_components.config import ConfigError, Count, Length, OneOf, Range, Settings
 from tcal_components.evaluation.generation import GenerationConfig
 from tcal_components.evaluation.harness import LOCAL_TASK
-from tcal_components.evaluation.retrieval_tasks import TASKS
+from tcal_components.evaluation.recall.tasks import TASKS
 from tcal_components.evaluation.speed import WARMUP_STEPS
 
 MEASUREMENTS = ("perplexity", "retrieval", "agreement", "generation", "speed", "lm_eval")

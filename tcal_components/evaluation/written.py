@@ -11,7 +11,8 @@ from torch import nn
 from tqdm import tqdm
 
 from tcal_components.evaluation.access import device_of, evaluating, gathered, is_transformers
-from tcal_components.modules.generation import GREEDY, Sampling, check_request, generate
+from tcal_components.modules.generation import GREEDY, generate
+from tcal_components.modules.sampling import Sampling, check_request
 
 
 def written(

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
-from tcal_components.initialize import closed_form as analytic
-from tcal_components.modules.gated_delta_net import GatedDeltaNet, set_identity_conv_
+from tcal_components.initialize.weights import expand_heads, fold_bias, signed_columns, signed_rows
+from tcal_components.modules.gated_delta_net import GatedDeltaNet
+from tcal_components.modules.mixer_parts import set_identity_conv_
 from tcal_components.modules.spec import DecoderSpec, GatedDeltaNetSpec
 
 
@@ -76,7 +77,7 @@ def read_attention(attention: Any, spec: DecoderSpec, device: torch.device) -> T
         if isinstance(value, TorchAOBaseTensor):  # a teacher quantised to float8
             value = value.dequantize()
         value = value.to(device=device, dtype=torch.float32)
-        return analytic.expand_heads(value, spec.num_kv_heads, spec.num_heads) if expand else value
+        return expand_heads(value, spec.num_kv_heads, spec.num_heads) if expand else value
 
     values: dict[str, Any] = {"q": read(attention.q_proj.weight), "output": read(attention.output_proj.weight)}
     values["q_bias"] = read(attention.q_proj.bias)
@@ -129,17 +130,17 @@ def copy_projections_(mixer: GatedDeltaNet, source: TeacherAttention, *, w_star:
         if w_star is not None:
             bias, scale = getattr(source, f"{name}_bias"), getattr(source, f"{name}_scale", None)
             if bias is not None:
-                weight = analytic.fold_bias(weight, bias, w_star)
+                weight = fold_bias(weight, bias, w_star)
             if scale is not None:
                 weight = weight * scale.repeat(heads)[:, None]
         linear = getattr(mixer, f"{name}_proj")
         size = linear.weight.shape[0] // heads
-        linear.weight.copy_(analytic.signed_rows(weight, heads) if size == 2 * head_dim else weight)
+        linear.weight.copy_(signed_rows(weight, heads) if size == 2 * head_dim else weight)
         conv = getattr(mixer, f"{name}_conv")
         if conv is not None:
             set_identity_conv_(conv)
     signed = mixer.value_head_dim == 2 * head_dim
-    mixer.output_proj.weight.copy_(analytic.signed_columns(source.output, heads) if signed else source.output)
+    mixer.output_proj.weight.copy_(signed_columns(source.output, heads) if signed else source.output)
 
 
 def read_values(output: Tensor, head_dim: int) -> Tensor:

@@ -9,95 +9,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torchtune import utils
 from tqdm import tqdm
 
 from tcal_components.modules.attention import KeyValueCache
 from tcal_components.modules.hybrid_decoder import HybridDecoder
-
-log = utils.get_logger("INFO")
+from tcal_components.modules.replayed_step import ReplayedStep
+from tcal_components.modules.sampling import Sampling, check_request
 
 PLACES = 256  # the cached places that a step on CUDA reads are a multiple of this: a new graph only so often
 CHECK_STEPS = 32  # between two looks at which rows have stopped, each of which waits for the GPU
-WARMUP_STEPS = 2  # run before a step is captured: libraries allocate then what they keep
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn.
-
-    Attributes:
-        temperature: Of the softmax; 0 takes the most likely token.
-        top_p: Only the most likely tokens that together reach this probability. Sorts the vocabulary: slow.
-        min_p: Only tokens of at least this share of the most likely one's probability (arXiv 2407.01082).
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
-            raise ValueError(
-                f"sampling: temperature is {self.temperature}, top_p {self.top_p}, min_p {self.min_p}; expected a "
-                "temperature of at least 0, top_p above 0 and at most 1, min_p from 0 to below 1"
-            )
-
-    def noise(self, seed: int, steps: int) -> Tensor:
-        """Uniform numbers for the ``steps`` choices of one row, float32 [steps] on the CPU: the same on any device."""
-        return torch.rand(steps, generator=torch.Generator().manual_seed(seed))
-
-    def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """The next token of each row, a function of its own logits and number alone.
-
-        Args:
-            logits: [B, V].
-            uniform: In [0, 1), [B]; not read when greedy.
-
-        Returns:
-            Tensor: Token ids [B].
-        """
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        p = (logits.float() / self.temperature).softmax(-1)
-        least = self.min_p * p.amax(-1, keepdim=True)
-        if self.top_p < 1:
-            ordered, index = p.sort(-1, descending=True)
-            ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= self.top_p, 0.0)
-            p = torch.zeros_like(p).scatter_(-1, index, ordered)
-        if self.min_p > 0:
-            p = p.masked_fill(p < least, 0.0)
-        # float64: rounding in a sum of float32 now and then gives a token that is left out a share.
-        cumulative = p.cumsum(-1, dtype=torch.float64)
-        target = uniform[:, None].double() * cumulative[:, -1:]
-        return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
 
 GREEDY = Sampling()
-
-
-def check_request(prompts: Sequence[Sequence[int]], max_new_tokens: int, *, max_seq_len: int | None) -> None:
-    """Refuses what cannot be generated.
-
-    Raises:
-        ValueError: For an empty prompt, no tokens to make, or a prompt and answer longer than the model.
-    """
-    if max_new_tokens < 1:
-        raise ValueError(f"generation: max_new_tokens is {max_new_tokens}, expected at least 1")
-    if not all(prompts):
-        raise ValueError("generation: an empty prompt; expected at least one token, such as the begin token")
-    needed = max(map(len, prompts), default=0) + max_new_tokens
-    if max_seq_len is not None and needed > max_seq_len:
-        raise ValueError(
-            f"generation: the longest prompt and max_new_tokens are {needed} tokens, the model's max_seq_len is {max_seq_len}"
-        )
 
 
 @torch.no_grad()
@@ -227,7 +156,7 @@ class _Batch:
                     step, shape = None, (len(self.rows), places)  # a graph holds memory: first the old one goes
                     # A graph would hold weights that FSDP2 frees.
                     graph = self.out.is_cuda and not isinstance(self.model, FSDPModule)
-                    step = _Replayed(self._step_over(places), self.out.device if graph else None)
+                    step = ReplayedStep(self._step_over(places), self.out.device if graph else None)
                 for _ in range(steps):
                     step()
                 made += steps
@@ -328,49 +257,6 @@ def _rows_of(cache: Any, rows: slice, places: slice) -> nn.Module:
     view = copy.copy(cache)
     view._buffers = {name: buffer[rows] for name, buffer in cache.named_buffers()}
     return view
-
-
-class _Replayed:
-    """Calls a step that waits for nothing; as one CUDA graph, as soon as it is warm.
-
-    Args:
-        step: Works in place on tensors that stay where they are.
-        device: CUDA device to make a graph on; None makes none.
-    """
-
-    def __init__(self, step: Callable[[], None], device: torch.device | None) -> None:
-        self.step = step
-        self.beside = None if device is None else torch.cuda.Stream(device)
-        self.warm = 0
-        self.graph: Any = None
-
-    def __call__(self) -> None:
-        """Runs the step once."""
-        if self.graph is None and self.beside is not None and self.warm == WARMUP_STEPS:
-            self._capture()
-        if self.graph is not None:
-            self.graph.replay()
-        elif self.beside is None:
-            self.step()
-        else:  # capturing wants what runs before it on another stream than the default one
-            self.warm += 1
-            current = torch.cuda.current_stream(self.beside.device)
-            self.beside.wait_stream(current)
-            with torch.cuda.stream(self.beside):
-                self.step()
-            current.wait_stream(self.beside)
-
-    def _capture(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self.step()
-            self.graph = graph
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            log.warning("generation: no CUDA graph of a decoding step: %s", str(error).splitlines()[0])
-            self.beside = None
 
 
 def _up(value: int, multiple: int) -> int:

@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from torchtune.data import Message
 
 from tcal_components.assets import asset_path
-from tcal_components.data import from_torchtune, hf_tokenizer, packed_text, sources
-from tcal_components.evaluation.retrieval_tasks import TASKS, make_examples
+from tcal_components.data import from_torchtune, hf_tokenizer, packed_text
+from tcal_components.data.sources import readers
+from tcal_components.evaluation.recall.tasks import TASKS, make_examples
 from tcal_components.setup import Workbench
 
 BEGIN, END = 1, 0
@@ -48,7 +49,7 @@ def test_every_packed_document_opens_with_it_once(begin, variant, tmp_path, writ
 
 
 def test_a_document_read_in_pieces_opens_with_it_once(variant, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE", 20_000)
+    monkeypatch.setattr(readers, "PIECE", 20_000)
     tokenizer = hf_tokenizer(variant())
     (tmp_path / "a.txt").write_text("words " * 10_000)
     tokens = packed_text(tokenizer, source=str(tmp_path / "a.txt"), seq_len=2).tokens

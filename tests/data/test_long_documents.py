@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tcal_components.assets import asset_path
-from tcal_components.data import hf_tokenizer, packed_text, sources
+from tcal_components.data import hf_tokenizer, packed_text
+from tcal_components.data.sources import readers
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_long_documents_of_every_source(tmp_path, monkeypatch, prose):
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
     names = ("txt", "ascii.jsonl", "utf8.jsonl", "last.jsonl", "s.parquet", "l.parquet")
     for name, size in [(name, 20_011) for name in names] + [("utf8.jsonl", 1 << 20)]:
-        monkeypatch.setattr(sources, "PIECE", size)
+        monkeypatch.setattr(readers, "PIECE", size)
         wanted = [part.replace("\r\n", "\n").replace("\r", "\n") if name == "txt" else part for part in texts[:3]]
         stream = [token for part in wanted for token in tokenizer.encode(part, add_eos=True)]
         dataset = packed_text(tokenizer, source=str(tmp_path / name), seq_len=64)
@@ -119,7 +120,7 @@ def test_long_documents_of_every_source(tmp_path, monkeypatch, prose):
     ],
 )
 def test_a_long_row_that_is_broken_is_one_line(tmp_path, monkeypatch, end, message):
-    monkeypatch.setattr(sources, "PIECE", 20_000)
+    monkeypatch.setattr(readers, "PIECE", 20_000)
     tokenizer = hf_tokenizer(asset_path("quickstart"))
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n{"text": "' + b"words " * 40_000 + end.encode("utf-8", "surrogateescape"))

@@ -11,7 +11,7 @@ from torchtune.modules import TiedLinear
 
 from tcal_components.distill import LinearKL
 from tcal_components.distill.loss import build_loss
-from tcal_components.ops import linear_kl
+from tcal_components.ops import chunked_losses, linear_kl
 
 IGNORE = -100
 
@@ -56,7 +56,7 @@ def make(n=13, v=29, e=7, e_teacher=5, dtype=torch.float64, ignored=True):
 @pytest.mark.parametrize("head", ["weight", "callable"])
 def test_equals_the_dense_formula(chunk, direction, temperature, kd_ratio, head, monkeypatch):
     if chunk == 13:  # softmax in blocks of 3 rows
-        monkeypatch.setattr(linear_kl, "_SOFTMAX_ELEMENTS", 3 * 29)
+        monkeypatch.setattr(chunked_losses, "_SOFTMAX_ELEMENTS", 3 * 29)
     hidden, weight, teacher_hidden, teacher_weight, labels = make()
     want = dense(
         hidden @ weight.t(),

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from tcal_components.align.config import AlignConfig
 from tcal_components.align.loop import align
+from tcal_components.benchmark.synthetic import SyntheticPacks
 from tcal_components.checkpoint.run_state import RunState
 from tcal_components.data import BatchStream, prepare_batch
 from tcal_components.distill import DistillConfig, Distiller, LinearKL, train
 from tcal_components.distributed import ParallelContext, gather_full_state_dict, load_full_state_dict, parallelize
-from tcal_components.evaluation.synthetic import SyntheticPacks
 from tcal_components.measure.statistics import measure
 from tcal_components.models._decoder import build_decoder
 from tcal_components.modules.conversion import build_mixers

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tcal_components.config import ConfigError
 from tcal_components.evaluation import harness
 from tcal_components.evaluation.load import ModelSource, load_model
-from tcal_components.evaluation.retrieval_tasks import make_examples
+from tcal_components.evaluation.recall.tasks import make_examples
 from tcal_components.export.folder import export_hybrid
 from tcal_components.export.import_hybrid import import_hybrid
 from tcal_components.models import build_decoder, read_spec

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tcal_components.config import ConfigError
-from tcal_components.evaluation.answers import answer_report, answers, win_or_tie
 from tcal_components.evaluation.generation import (
     Continuations,
     GenerationConfig,
@@ -19,9 +18,10 @@ from tcal_components.evaluation.generation import (
     repetition,
     score_continuations,
 )
-from tcal_components.evaluation.retrieval_tasks import Example
+from tcal_components.evaluation.recall.answers import answer_report, answers, win_or_tie
+from tcal_components.evaluation.recall.tasks import Example
 from tcal_components.evaluation.written import written
-from tcal_components.modules.generation import Sampling
+from tcal_components.modules.sampling import Sampling
 
 PROMPTS = [[5, 9, 2], [7], [30, 31, 32, 33, 34], [8, 1, 4]]
 SMALL = GenerationConfig(prompts=4, prompt_tokens=5, new_tokens=6, temperature=50.0)  # its logits are far apart

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from tcal_components.evaluation.retrieval import retrieval, score
-from tcal_components.evaluation.retrieval_tasks import TASKS, chance_level, make_examples, string_pool
+from tcal_components.evaluation.recall.predicted import retrieval, score
+from tcal_components.evaluation.recall.tasks import TASKS, chance_level, make_examples, string_pool
 
 _WORDS = re.compile(r" ?[A-Za-z]+| ?\d|\s|.")
 

@@ -14,12 +14,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tcal_components.benchmark.flops import ModelFlops
+from tcal_components.benchmark.synthetic import SyntheticPacks
 from tcal_components.benchmark.training_speed import TrainingSpeed
 from tcal_components.benchmark.variants import Variant
 from tcal_components.distill import LinearKL
 from tcal_components.distributed import ParallelContext
 from tcal_components.evaluation.loss_head import DenseKL, measure_loss_head
-from tcal_components.evaluation.synthetic import SyntheticPacks
 from tcal_components.models import build_decoder, qwen3_8b
 from tcal_components.modules.spec import GatedDeltaNetSpec
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tcal_components.initialize import closed_form as analytic
+from tcal_components.initialize import weights
 from tcal_components.measure.constant_direction import constant_direction
 
 
@@ -74,7 +75,7 @@ def test_open_gate_and_folded_bias():
     gate = F.silu(x @ analytic.open_gate_rows(torch.zeros(5, 8).double(), w_star).T)
     torch.testing.assert_close(gate, torch.ones_like(gate), atol=2e-3, rtol=0)
     weight, bias = torch.randn(5, 8).double(), torch.randn(5).double()
-    torch.testing.assert_close(x @ analytic.fold_bias(weight, bias, w_star).T, x @ weight.T + bias)
+    torch.testing.assert_close(x @ weights.fold_bias(weight, bias, w_star).T, x @ weight.T + bias)
 
 
 def test_heads_are_expanded_whole_and_not_row_by_row():
@@ -82,17 +83,17 @@ def test_heads_are_expanded_whole_and_not_row_by_row():
     weight, x = torch.randn(2 * 3, 5), torch.randn(7, 5)  # H_kv = 2, D = 3, H = 6
     heads = (x @ weight.T).view(7, 2, 3)
     expected = torch.stack([heads[:, h // 3] for h in range(6)], dim=1)
-    torch.testing.assert_close((x @ analytic.expand_heads(weight, 2, 6).T).view(7, 6, 3), expected)
+    torch.testing.assert_close((x @ weights.expand_heads(weight, 2, 6).T).view(7, 6, 3), expected)
     mistake = (x @ weight.repeat_interleave(3, dim=0).T).view(7, 6, 3)
     assert not torch.allclose(mistake, expected)
-    torch.testing.assert_close(analytic.expand_heads(weight, 2, 2), weight)
+    torch.testing.assert_close(weights.expand_heads(weight, 2, 2), weight)
 
 
 def test_signed_values_read_back_linearly():
     torch.manual_seed(0)
     x, weight, output = torch.randn(7, 5).double(), torch.randn(6, 5).double(), torch.randn(5, 6).double()
-    features = F.silu(x @ analytic.signed_rows(weight, 2).T)
-    torch.testing.assert_close(features @ analytic.signed_columns(output, 2).T, x @ weight.T @ output.T)
+    features = F.silu(x @ weights.signed_rows(weight, 2).T)
+    torch.testing.assert_close(features @ weights.signed_columns(output, 2).T, x @ weight.T @ output.T)
 
 
 def test_ols_scale():

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tcal_components.modules.gated_delta_net import DecayParameters, GatedDeltaNet, set_identity_conv_
+from tcal_components.modules.gated_delta_net import GatedDeltaNet
+from tcal_components.modules.mixer_parts import DecayParameters, set_identity_conv_
 
 E, H, K, V = 24, 3, 16, 8
 STARTS_POS = [[*range(5), *range(1), *range(70)], [*range(40), *range(36)]]

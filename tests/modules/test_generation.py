@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tcal_components import models
-from tcal_components.modules import generation
-from tcal_components.modules.generation import GREEDY, Sampling, check_request, generate
+from tcal_components.modules import generation, replayed_step
+from tcal_components.modules.generation import GREEDY, generate
+from tcal_components.modules.sampling import Sampling, check_request
 
 TINY = {
     "vocab_size": 31,
@@ -193,5 +194,5 @@ def test_sampling_refuses_numbers_out_of_range():
 def test_the_graph_on_cuda_equals_plain_steps(name, monkeypatch):
     model = build(name).float().cuda()
     graph = generate(model, prompts(), max_new_tokens=38)
-    monkeypatch.setattr(generation, "WARMUP_STEPS", 10**6)
+    monkeypatch.setattr(replayed_step, "WARMUP_STEPS", 10**6)
     assert generate(model, prompts(), max_new_tokens=38) == graph

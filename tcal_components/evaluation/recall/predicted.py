@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from tcal_components.evaluation.access import device_of, evaluating, final_hidden, gathered, head_of
-from tcal_components.evaluation.retrieval_tasks import TASKS, Example, Tokenizer, chance_level, make_examples
+from tcal_components.evaluation.recall.tasks import TASKS, Example, Tokenizer, chance_level, make_examples
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tcal_components.evaluation.retrieval_tasks import Example
+from tcal_components.evaluation.recall.tasks import Example
 from tcal_components.evaluation.written import written
 
 Key = tuple[str, int]  # task and distance
@@ -26,7 +26,7 @@ def answers(
 
     Args:
         model: As in :func:`continuations`.
-        examples: See :func:`~tcal_components.evaluation.retrieval_tasks.make_examples`.
+        examples: See :func:`~tcal_components.evaluation.recall.tasks.make_examples`.
         batch_size: Examples at once.
         autocast_dtype: Compute under autocast to this type.
         progress: Label of a progress bar; None shows none.
