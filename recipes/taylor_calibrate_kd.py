@@ -11,45 +11,26 @@ inputs is not run again; a stage that was interrupted continues with ``resume_fr
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 
-from tcal_components.align.resumable import resumable_alignment
 from tcal_components.checkpoint.files import writing
 from tcal_components.config import command_line, one_line_errors
-from tcal_components.distill import Distiller
 from tcal_components.distill.profiling import profiled
 from tcal_components.distributed import gather_full_state_dict
 from tcal_components.distributed.preemption import Stopped, one_line_ending, stop_on_signals
-from tcal_components.evaluation.generation import (
-    continuation_report,
-    continuations,
-    score_continuations,
-    text_samples,
-)
-from tcal_components.evaluation.load import free
 from tcal_components.export.config_json import ExportInfo
-from tcal_components.export.folder import export_hybrid
-from tcal_components.export.verify import verify_export
 from tcal_components.initialize.initialize import initialize_mixers
 from tcal_components.measure.statistics import Statistics, stored_statistics
 from tcal_components.modules.hybrid_decoder import HybridDecoder
+from tcal_components.pipeline import notes
 from tcal_components.pipeline.config import COMPONENTS, KEYS, PipelineConfig
+from tcal_components.pipeline.finish import check_folder, compare_texts, write_folder
 from tcal_components.pipeline.models import Models
-from tcal_components.pipeline.notes import (
-    card_of_export,
-    describe_distillation,
-    describe_mixers,
-    describe_models,
-    distilled_perplexities,
-    perplexities,
-)
 from tcal_components.pipeline.stages import Stages
-from tcal_components.reporting.console import closing_lines
+from tcal_components.pipeline.training import align_layers, distiller
 from tcal_components.reporting.metric_logger import open_metric_logger
-from tcal_components.serving.llama_cpp_check import check_llama_cpp
 from tcal_components.setup import Workbench
 
 
@@ -89,7 +70,7 @@ class TaylorCalibrateKD:
         # The teacher, against which everything is measured.
         with one_line_errors():  # a damaged checkpoint is the user's matter too
             teacher = self.models.teacher
-        self.report.update(describe_models(bench, self.config.export_dtype))
+        self.report.update(notes.describe_models(bench, self.config.export_dtype))
         self.report.update({"teacher": {"perplexity": bench.perplexity(teacher, label="teacher")}})
         del teacher
 
@@ -107,13 +88,7 @@ class TaylorCalibrateKD:
             self.generate()
 
         # The report, and with all its numbers the model card.
-        if self.report.finished("export"):
-            self.report.update({"export": {"path": str(self.out / "export")}})
-        self.report.finish()
-        if self._exported is not None:
-            card_of_export(self.report.data, self._exported, bench, self.config)
-        for line in closing_lines(self.report.data, self.out, Path(bench.teacher_checkpointer.checkpoint_dir)):
-            bench.log(line)
+        notes.end_report(self.report, self._exported, bench, self.config)
         if self.logger is not None:
             self.logger.close()
         bench.close()
@@ -161,17 +136,14 @@ class TaylorCalibrateKD:
             clock.stop()
             # How good the start is, which is none of its work.
             clock.record({"initialization": start.diagnostics})
-            clock.record(describe_mixers(self.models, start.weights, "before"))
+            clock.record(notes.describe_mixers(self.models, start.weights, "before"))
             self.evaluate("initialize")
 
     def align(self) -> None:
         """All converted layers at once, each towards the attention that it replaces."""
         if self.stages.skip("align"):
             return
-        bench, config = self.bench, self.config.align
-        # Fresh batches of training text; what an interrupted run left continues with the batch that comes next.
-        text = bench.training_data(config.seq_len, config.text_tokens)
-        stream = bench.stream(text, config.batch_size, seed=bench.seed)
+        # What an interrupted run left continues with the batch of training text that comes next.
         state, resume = self.stages.begin("align")
 
         def log(values: dict[str, float], step: int) -> None:
@@ -181,37 +153,21 @@ class TaylorCalibrateKD:
 
         with stop_on_signals() as stop, self.stages.running("align", resumed=resume) as clock:
             # Each layer on its own, the ridge regression for the outputs, and where asked for all layers jointly.
+            how = {"state": state, "resume": resume, "stop": stop, "log": log}
             try:
-                result = resumable_alignment(
-                    state,
-                    resume=resume,
-                    teacher=self.models.teacher,
-                    mixers=bench.mixers(self.stages.read("initialize")),
-                    stream=stream,
-                    prepare=bench.prepare,
-                    heldout_batches=list(bench.calibration_batches(config.batch_size, "heldout")),
-                    config=config,
-                    joint_stream=bench.joint_stream(config, seed=bench.seed + 2),
-                    save_every=bench.run.save_every,
-                    autocast_dtype=self.ctx.autocast_dtype,
-                    log=log,
-                    should_stop=stop,
-                )
+                result = align_layers(self.models, self.stages, self.config, **how)
             except Stopped as stopped:
-                bench.end_early("align", stopped.step, stop)
+                self.bench.end_early("align", stopped.step, stop)
             self.stages.write("align", result.weights)
             clock.add_tokens(result.tokens)
             clock.stop()
             # The weights of the least held-out error, in the whole model.
-            clock.record({"alignment_error": result.error, "alignment_curve": result.curve})
-            if result.joint_curve:
-                clock.record({"joint_curve": result.joint_curve})
-            clock.record({"tokens": {"alignment": result.tokens}})
-            clock.record(describe_mixers(self.models, result.weights, "after"))
+            clock.record(notes.describe_alignment(result))
+            clock.record(notes.describe_mixers(self.models, result.weights, "after"))
             self.evaluate("align")
         state.remove()  # the stage is not run a second time
-        if bench.any_process(stop):
-            bench.end_early("align", result.steps, stop)
+        if self.bench.any_process(stop):
+            self.bench.end_early("align", result.steps, stop)
 
     def distill(self) -> None:
         """End to end: forward KL from the teacher's logits, all parameters."""
@@ -219,27 +175,10 @@ class TaylorCalibrateKD:
             return
         bench, ctx, cfg, config = self.bench, self.ctx, self.cfg, self.config.distill
         assert config is not None
-        # The student: the mixers of the stage before in the teacher's other weights.
+        # The student, and all that trains it; every process has its part of each batch.
         state, resume = self.stages.begin("distill")
-        student, float8 = self.models.student(self.models.student_weights(self.stages.mixers))
-
-        # Optimizer, schedule, checkpoints and best weights; every process has its part of each batch.
-        share = config.micro_batch_size or config.batch_size // ctx.world_size
-        trainer = Distiller(
-            student,
-            self.models.teacher,
-            bench.stream(bench.data["training"], config.batch_size, seed=bench.seed + 1),
-            config=config,
-            ctx=ctx,
-            loss=self.config.loss,
-            run_state=state,
-            resume=resume,
-            heldout=lambda: bench.calibration_batches(share * ctx.world_size, "heldout"),
-        )
-        model, optimizer = trainer.model, trainer.optimizer
-
-        def named(values: dict[str, float]) -> dict[str, float]:
-            return {f"distill/{name}": value for name, value in values.items()}
+        trainer, float8 = distiller(self.models, self.stages, self.config, state=state, resume=resume)
+        model, student, optimizer = trainer.model, trainer.student, trainer.optimizer
 
         with stop_on_signals() as stop, self.stages.running("distill", resumed=resume) as clock:
             # Step 0, or the one after the latest checkpoint.
@@ -281,7 +220,7 @@ class TaylorCalibrateKD:
                     row: dict[str, float] = {}
                     if trainer.due(config.log_every_steps):
                         row = {"loss": kl, "ce": ce, "lr": rate, "grad_norm": norm}
-                        self._log_metrics(named({**row, **trainer.speed()}), trainer.step)
+                        self._log_metrics({**row, **trainer.speed()}, trainer.step, "distill/")
 
                     # Evaluate. The held-out text decides which weights are kept; the evaluation text is only reported.
                     if trainer.due(config.eval_every_steps):
@@ -289,7 +228,7 @@ class TaylorCalibrateKD:
                         self.report.save()
                         with trainer.evaluation():
                             found["perplexity"] = bench.perplexity(student, label=f"step {trainer.step}")
-                        self._log_metrics(named(found), trainer.step)
+                        self._log_metrics(found, trainer.step, "distill/")
                         row |= found
                     trainer.record(row)
 
@@ -305,8 +244,8 @@ class TaylorCalibrateKD:
             clock.add_tokens(result.tokens)
             clock.stop()
             # Its perplexity as it will be exported, and the recovery by tokens spent.
-            clock.record(describe_distillation(self.models, result, float8))
-            self.stages.evaluated("distill", lambda: distilled_perplexities(self.models, student, result))
+            clock.record(notes.describe_distillation(self.models, result, float8))
+            self.stages.evaluated("distill", lambda: notes.distilled_perplexities(self.models, student, result))
             self._student = student
         state.remove()  # weights and optimizer again, and the stage is not run a second time
         if bench.any_process(stop):
@@ -314,79 +253,38 @@ class TaylorCalibrateKD:
 
     def generate(self) -> None:
         """What the student writes after held-out prompts, beside what the teacher writes and in the teacher's eyes."""
-        settings, prompts = self.config.generation, self.config.prompts
-        if settings is not None and self.report.finished(self.stages.exports) and not self.stages.skip("generate"):
-            teacher, autocast = self.models.teacher, self.ctx.autocast_dtype
+        wanted = self.config.generation is not None
+        if wanted and self.report.finished(self.stages.exports) and not self.stages.skip("generate"):
             with self.stages.running("generate") as clock:
-                # Both continue the same prompts, greedily and with the same draws.
-                options = {"seed": self.bench.seed, "autocast_dtype": autocast}
-                labels = ["generate: teacher", "generate: student"] if self.ctx.is_first else [None, None]
-                theirs = continuations(teacher, prompts, settings, progress=labels[0], **options)
-                with self.models.exported(self._student) as student:
-                    own = continuations(student, prompts, settings, progress=labels[1], **options)
-                # The teacher says how likely it finds either.
-                texts = {"teacher": theirs, "student": own}
-                scores = {
-                    name: score_continuations(teacher, prompts, theirs, text, autocast_dtype=autocast)
-                    for name, text in texts.items()
-                }
-                clock.add_tokens(theirs.tokens + own.tokens)
-                clock.record(continuation_report(settings, prompts, scores))
-                clock.record(text_samples(self.bench.tokenizer, prompts, texts))
-                clock.record({"tokens": {"generated": theirs.tokens + own.tokens}})
+                # Both continue the same prompts; the teacher says how likely it finds either text.
+                found, tokens = compare_texts(self.models, self._student, self.config)
+                clock.add_tokens(tokens)
+                clock.record({**found, "tokens": {"generated": tokens}})
         self._student = None
 
     def export(self) -> None:
         """A Hugging Face folder, reloaded by transformers and compared with the student."""
-        done = self.stages.skip("export")
-        if done or not self.ctx.is_first:
+        if self.stages.skip("export") or not self.ctx.is_first:
             self.ctx.barrier()
             return
-        bench, config, folder = self.bench, self.config.export, self.out / "export"
         # One process does all of it; the check holds the student and transformers' model in float32, so the teacher goes.
         weights = self.models.student_weights(self.stages.exports)
         self.models.drop_teacher()
         with self.stages.running("export") as clock:
-            with writing(folder):
-                self._exported = export_hybrid(
-                    weights,
-                    spec=bench.spec,
-                    gdn=bench.gdn,
-                    retained_layers=bench.retained,
-                    teacher_dir=bench.teacher_checkpointer.checkpoint_dir,
-                    output_dir=folder,
-                    dtype=self.config.export_dtype,
-                    format=config.format,
-                    max_shard_size=config.max_shard_size,
-                )
-            # transformers has to compute what the student computes.
-            student = bench.student_on_meta(torch.float32).to_empty(device=self.ctx.device)
-            student.load_state_dict(weights)
-            del weights
-            rows = bench.data["evaluation"]
-            tokens = rows[0]["tokens"][: config.verify_tokens]
-            checked = verify_export(folder, student, tokens[None].to(self.ctx.device), keep_student=False)
-            clock.record({"export": {"format": config.format, **checked}})
-            del student
-            free(self.ctx.device)
-            # And so has llama.cpp, where it is asked for.
-            if "llama_cpp" in config.check:
-                windows = [rows[i]["tokens"][:512] for i in range(min(8, len(rows)))]
-                python = config.llama_cpp_python or sys.executable
-                where = {"source": config.llama_cpp_source, "python": python}
-                served = check_llama_cpp(folder, tokens.tolist(), torch.stack(windows), **where)
-                clock.record({"serving": {"llama_cpp": served}})
+            self._exported = write_folder(weights, self.bench, self.config)
+            # transformers has to compute what the student computes, and so has llama.cpp where it is asked for.
+            clock.record(check_folder(weights, self.bench, self.config))
         self.ctx.barrier()
 
     def evaluate(self, stage: str) -> None:
         """Perplexity of what a stage left, unless it is known of this evaluation text."""
-        self.stages.evaluated(stage, lambda: perplexities(self.models, stage))
+        self.stages.evaluated(stage, lambda: notes.perplexities(self.models, stage))
 
-    def _log_metrics(self, values: dict[str, float], step: int) -> None:
+    def _log_metrics(self, values: dict[str, float], step: int, prefix: str = "") -> None:
         """Numbers for the metric logger, which the first process has."""
         if self.logger is not None:
             with writing(self.cfg.metric_logger.get("log_dir") or "the metrics"):
-                self.logger.log_dict(values, step)
+                self.logger.log_dict({prefix + name: value for name, value in values.items()}, step)
 
 
 @command_line

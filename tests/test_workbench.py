@@ -12,6 +12,7 @@ from tcal_components.checkpoint.teacher import load_teacher_state_dict
 from tcal_components.config import ConfigError
 from tcal_components.data import HFTokenizer, packed_text
 from tcal_components.setup import COMMON_KEYS, Workbench
+from tcal_components.setup.checks import alignments, check_lengths
 
 
 @pytest.fixture(scope="module")
@@ -245,10 +246,10 @@ def test_offload_needs_several_processes(make):
 def test_alignments_of_an_ablation_fit_too(make):
     bench = make()
     bench.cfg.alignments = {"none": None, "short": {"seq_len": 32}, "long": {"seq_len": 64}}
-    lengths = {where: given.seq_len for where, given in bench._alignments(AlignConfig(seq_len=32)).items()}
-    bench._check_lengths({"teacher_model": 64, "model": 64}, lengths)
+    lengths = {where: given.seq_len for where, given in alignments(bench.cfg, AlignConfig(seq_len=32)).items()}
+    check_lengths({"teacher_model": 64, "model": 64}, lengths)
     with pytest.raises(ConfigError, match="^alignments.long.seq_len is 64, but model.max_seq_len is 40$"):
-        bench._check_lengths({"teacher_model": 64, "model": 40}, lengths)
+        check_lengths({"teacher_model": 64, "model": 40}, lengths)
 
 
 def test_a_second_start_does_not_call_the_tokenizer(make, monkeypatch):

@@ -98,8 +98,8 @@ def read_exported_folder(checkpoint_dir: str | Path) -> ExportedFolder:
         dtype = getattr(torch, config.get("dtype") or config["torch_dtype"])
     except KeyError as error:
         raise ValueError(f"{path} lacks the key {error}, which every export writes") from error
-    padded = config["linear_value_head_dim"] != gdn.value_head_dim
-    layout = export_layout(spec, gdn=gdn, retained_layers=kept, format=ours["format"], dtype=dtype, pad_values=padded)
+    options = {"format": ours["format"], "pad_values": config["linear_value_head_dim"] != gdn.value_head_dim}
+    layout = export_layout(spec, gdn=gdn, retained_layers=kept, dtype=dtype, **options)
     return ExportedFolder(layout, ours["format"], dtype)
 
 

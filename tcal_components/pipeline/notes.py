@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tcal_components.align.training import AlignResult
 from tcal_components.distill.config import DistillResult
 from tcal_components.evaluation.cache_size import recurrent_state_bytes
 from tcal_components.export.config_json import ExportInfo, dropped_features
@@ -20,7 +21,8 @@ from tcal_components.pipeline.config import PipelineConfig
 from tcal_components.pipeline.models import Models
 from tcal_components.pipeline.stages import Stages
 from tcal_components.precision.float8 import without_float8
-from tcal_components.reporting import teacher_license, write_model_card
+from tcal_components.reporting import Report, teacher_license, write_model_card
+from tcal_components.reporting.console import closing_lines
 from tcal_components.setup import Workbench
 
 
@@ -156,22 +158,35 @@ def _recovery_curve(stages: Stages, distilled: Sequence[tuple[int, float]]) -> l
     return [{"tokens": spent + tokens, "perplexity": perplexity} for tokens, perplexity in rows]
 
 
-def card_of_export(report: Mapping[str, Any], exported: ExportInfo, bench: Workbench, config: PipelineConfig) -> None:
-    """Writes the model card of the exported folder, the last file of a run.
+def describe_alignment(result: AlignResult) -> dict[str, Any]:
+    """Sections of the report: errors by layer, their curve, the curve of the joint part if there was one, tokens."""
+    joint = {"joint_curve": result.joint_curve} if result.joint_curve else {}
+    errors = {"alignment_error": result.error, "alignment_curve": result.curve}
+    return {**errors, **joint, "tokens": {"alignment": result.tokens}}
+
+
+def end_report(report: Report, exported: ExportInfo | None, bench: Workbench, config: PipelineConfig) -> None:
+    """The report of a whole run, what the console says of it, and the model card, the last file.
 
     Args:
-        report: what ``report.json`` holds.
-        exported: what was exported.
+        report: with the numbers of all stages.
+        exported: what was exported just now.
         bench: of the run.
         config: its sections.
     """
+    if report.finished("export"):
+        report.update({"export": {"path": str(bench.output_dir / "export")}})
+    report.finish()
     folder = Path(bench.teacher_checkpointer.checkpoint_dir)
-    write_model_card(
-        report,
-        bench.output_dir / "export",
-        name=bench.output_dir.name,
-        teacher=config.export.base_model or folder.name,
-        base_model=config.export.base_model,
-        license=teacher_license(folder),
-        serving_notes=serving_notes(exported, report.get("serving")),
-    )
+    if exported is not None:
+        write_model_card(
+            report.data,
+            bench.output_dir / "export",
+            name=bench.output_dir.name,
+            teacher=config.export.base_model or folder.name,
+            base_model=config.export.base_model,
+            license=teacher_license(folder),
+            serving_notes=serving_notes(exported, report.data.get("serving")),
+        )
+    for line in closing_lines(report.data, bench.output_dir, folder):
+        bench.log(line)

@@ -149,7 +149,7 @@ def child(module: ModuleType, args: list[str], pipe: int, log: Path, *, steps: b
         for stage in RUN:
             setattr(recipe, stage, functools.partial(tell, pipe, stage, getattr(recipe, stage)))
         if steps:
-            recipe._log_metrics = lambda values, step: os.write(pipe, b"step\n")
+            recipe._log_metrics = lambda values, step, prefix="": os.write(pipe, b"step\n")
         with module.one_line_ending():
             recipe.run()
         code = 0

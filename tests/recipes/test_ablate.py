@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tcal_components import setup
 from tcal_components.ablation import recovery
 from tcal_components.ablation.comparison import lower_envelope
 from tcal_components.align.config import AlignConfig
 from tcal_components.config import ConfigError, section
 from tcal_components.distributed import ParallelContext
+from tcal_components.setup import processes
 
 SMALL = [
     "starts=[naive,{name: mine, strategy: taylor, pull: 1.0}]",
@@ -188,7 +188,7 @@ def test_a_batch_that_the_processes_cannot_share(module, small_config, monkeypat
     create = ParallelContext.create
     two = lambda *args, **options: dataclasses.replace(create(*args, **options), world_size=2)
     monkeypatch.setattr(ParallelContext, "create", two)
-    monkeypatch.setattr(setup, "Watch", lambda limit: None)  # there is one process
+    monkeypatch.setattr(processes, "Watch", lambda limit: None)  # there is one process
     cfg = _changed(small_config("ablate_quickstart"), [*SMALL, "alignments.published.batch_size=3"])
     with pytest.raises(
         ConfigError, match="^alignments.published.batch_size is 3, expected a multiple of the 2 processes"

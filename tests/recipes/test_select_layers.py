@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tcal_components import setup
 from tcal_components.config import ConfigError
 from tcal_components.distributed import ParallelContext
 from tcal_components.models.retained import RetainConfig, resolve_retained
 from tcal_components.select import scores as scoring
-from tcal_components.setup import Workbench
+from tcal_components.setup import Workbench, processes
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICIES = ["uniform", "ablation", "single_keep", "kl_guided", "alignment_error"]
@@ -93,7 +92,7 @@ def test_a_batch_that_the_processes_cannot_share(recipe, small_config, monkeypat
     create = ParallelContext.create
     two = lambda *args, **options: dataclasses.replace(create(*args, **options), world_size=2)
     monkeypatch.setattr(ParallelContext, "create", two)
-    monkeypatch.setattr(setup, "Watch", lambda limit: None)  # there is one process
+    monkeypatch.setattr(processes, "Watch", lambda limit: None)  # there is one process
     with pytest.raises(ConfigError, match="^align.batch_size is 3, expected a multiple of the 2 processes"):
         recipe(small_config("select_layers", "align.batch_size=3"))
     recipe(small_config("select_layers", "align.batch_size=3", "select.policy=ablation"))  # which aligns nothing

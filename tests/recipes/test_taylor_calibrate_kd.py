@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from tcal_components.assets import asset_path
 from tcal_components.checkpoint.teacher import load_teacher_state_dict
-from tcal_components.config import pipeline
 from tcal_components.distill import distill
 from tcal_components.export.import_hybrid import import_hybrid
 from tcal_components.initialize.initialize import initialize_mixers
 from tcal_components.models import hybrid
+from tcal_components.pipeline import config as pipeline
 
 RETAINED, CONVERTED = [0, 3], [1, 2, 4, 5]
 OUTPUTS = {

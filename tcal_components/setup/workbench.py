@@ -5,18 +5,15 @@ Everything that can be wrong with a config is found in the constructor, before a
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torchtune import config as torchtune_config
-from torchtune import training, utils
+from torchtune import training
 
 from tcal_components.align.config import AlignConfig
 from tcal_components.checkpoint.fingerprint import folder_fingerprint
@@ -24,16 +21,10 @@ from tcal_components.checkpoint.folder_lock import lock_folder
 from tcal_components.checkpoint.teacher import HFTeacherCheckpointer, locate_tensors
 from tcal_components.config import (
     ConfigError,
-    Count,
-    Range,
-    RunConfig,
-    Settings,
-    Steps,
     build,
     check_component,
     check_output_dir,
     check_top_level,
-    keys_of,
     read,
     resolve_assets,
     section,
@@ -43,81 +34,24 @@ from tcal_components.data import BatchStream, PackedTextDataset, prepare_batch
 from tcal_components.data.roles import build_roles, check_cut, provenance, recut
 from tcal_components.data.token_files import TokenFiles
 from tcal_components.distributed import (
-    ParallelContext,
-    check_cpu_offload,
     load_full_state_dict,
     parallelize,
     to_storage_dtype,
 )
-from tcal_components.distributed.preemption import StopRequest
-from tcal_components.distributed.watch import Watch, patient_group
+from tcal_components.distributed.watch import patient_group
 from tcal_components.evaluation.perplexity import evaluation_batches, perplexity
 from tcal_components.initialize.projections import check_head_sizes
-from tcal_components.models.retained import RetainConfig, resolve_retained
 from tcal_components.modules.conversion import build_mixers, converted, load_mixers
 from tcal_components.modules.hybrid_decoder import HybridDecoder
 from tcal_components.modules.spec import DecoderSpec, GatedDeltaNetSpec
 from tcal_components.ops.kernels import tune_kernels
-from tcal_components.precision.dtypes import parse_dtype
 from tcal_components.precision.float8 import apply_float8
-
-log = utils.get_logger("INFO")
-
-TEXTS = ("calibration_dataset", "dataset", "validation_dataset")
-COMPONENTS = ("tokenizer", "teacher_checkpointer", "teacher_model", "model", *TEXTS)
-# What the recipes themselves pass to a component.
-SUPPLIED = {
-    "model": ("retained_layers",),
-    **dict.fromkeys(TEXTS, ("tokenizer",)),
-    "optimizer": ("params",),
-    "lr_scheduler": ("optimizer", "num_training_steps", "last_epoch"),
-}
-# Where each part of the text has its length from.
-ROLES = {
-    "calibration": "calibration_dataset",
-    "heldout": "align",
-    "training": "dataset",
-    "evaluation": "validation_dataset",
-}
+from tcal_components.setup.checks import alignments, check_family, check_lengths, check_vocabulary, retained_layers
+from tcal_components.setup.processes import Processes
+from tcal_components.setup.sections import COMMON_KEYS, COMPONENTS, ROLES, SUPPLIED, TEXTS, BenchConfig, ParallelConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class BenchConfig(RunConfig):
-    """Top-level keys that hold a single value.
-
-    Args:
-        validation_batch_size: sequences a batch of the evaluation text, over all processes.
-        save_every: alignment steps between states that an interrupted run continues from.
-    """
-
-    validation_batch_size: Count = 8
-    save_every: Steps = 100
-
-
-# `checkpointer` is torchtune's name for the teacher's where a config has no other.
-COMMON_KEYS = (*COMPONENTS, "checkpointer", *keys_of(BenchConfig), "retain", "parallel", "align")
-
-
-@dataclasses.dataclass(frozen=True)
-class ParallelConfig(Settings):
-    """The config section ``parallel``: how weights are spread over processes.
-
-    Args:
-        dp_replicate: groups of processes that each hold a whole, sharded copy (HSDP); 1 shards over all of them.
-        reshard_after_forward: free a layer's gathered weights between forward and backward: less memory, more traffic.
-        cpu_offload: keep sharded weights and optimizer state in host memory; slow, needs several processes.
-        timeout_minutes: a process that has not answered for so long ends the run, and so does one that keeps the others
-            waiting in a computation; reading, writing, checking an export and tokenising may take hours. One that has died
-            ends the others at once.
-    """
-
-    dp_replicate: Count = 1
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
-    timeout_minutes: Annotated[float, Range(above=0, most=7 * 24 * 60)] = 10.0
-
-
-class Workbench:
+class Workbench(Processes):
     """Config, processes, text and teacher of a run.
 
     Args:
@@ -149,7 +83,6 @@ class Workbench:
         extra_components: Sequence[str] = (),
         resumes: str = "the same command",
     ) -> None:
-        self.resumes = resumes
         read_torchtune_components(cfg, TEXTS)
         check_top_level(cfg, [*COMMON_KEYS, *extra_keys, *extra_components])
         for key in COMPONENTS:
@@ -162,48 +95,37 @@ class Workbench:
         self.cfg = resolve_assets(cfg)
         self.seed, self.output_dir = self.run.seed, Path(self.run.output_dir)
         tune_kernels(self.run.tune_kernels)
-        self.parallel = section(ParallelConfig, cfg.get("parallel"), "parallel")
+        parallel = section(ParallelConfig, cfg.get("parallel"), "parallel")
 
         checkpointer = build(cfg.teacher_checkpointer, "teacher_checkpointer", makes=HFTeacherCheckpointer)
         locate_tensors(checkpointer.checkpoint_dir)
         self.teacher_checkpointer = checkpointer
         self.spec: DecoderSpec = checkpointer.spec
-        longest = {"teacher_model": self._check_family("teacher_model").max_seq_len}
-        self.retained = self._retained()
+        longest = {"teacher_model": check_family(cfg, "teacher_model", checkpointer).max_seq_len}
+        self.retained = retained_layers(cfg, self.spec.num_layers)
         self.converted = tuple(i for i in range(self.spec.num_layers) if i not in self.retained)
         self.gdn = GatedDeltaNetSpec.from_config(cfg.model.get("gdn")).resolve(self.spec)
-        longest["model"] = self._check_family("model", retained_layers=list(self.retained)).max_seq_len
-        self._check_head_sizes()
+        longest["model"] = check_family(cfg, "model", checkpointer, retained_layers=list(self.retained)).max_seq_len
+        try:
+            check_head_sizes(self.spec, self.gdn)
+        except ValueError as error:
+            raise ConfigError(f"model.{error}") from error
         self.longest = min(longest.values())
 
-        timeout = datetime.timedelta(minutes=self.parallel.timeout_minutes)
-        self.ctx = ParallelContext.create(
-            self.run.device,
-            dtype=parse_dtype(self.run.dtype, "dtype"),
-            dp_replicate=self.parallel.dp_replicate,
-            timeout=timeout,
-        )
-        self.watch = Watch(timeout) if torch.distributed.is_initialized() else None
-        self._check_offload()
+        super().__init__(self.run.device, self.run.dtype, parallel, resumes=resumes)
         training.set_seed(seed=self.seed)
         self.tokenizer = build(cfg.tokenizer, "tokenizer")
-        if not isinstance(getattr(self.tokenizer, "vocab_size", None), int):
-            raise ConfigError(f"tokenizer._component_ {cfg.tokenizer['_component_']} makes no tokenizer")
-        if self.tokenizer.vocab_size > self.spec.vocab_size:
-            raise ConfigError(
-                f"the tokenizer uses token ids up to {self.tokenizer.vocab_size - 1}, the teacher's embedding has rows "
-                f"for the ids 0 to {self.spec.vocab_size - 1}"
-            )
+        check_vocabulary(self.tokenizer, cfg.tokenizer["_component_"], self.spec)
         align = section(AlignConfig, cfg.get("align"), "align")
-        alignments = self._alignments(align)
-        for where, given in alignments.items():
+        aligns = alignments(cfg, align)
+        for where, given in aligns.items():
             limits = {"max_tokens": given.text_tokens, "fixed_sequences": given.fixed_sequences}
             check_cut(cfg.dataset, where, seq_len=given.seq_len, **limits)
         # What the numbers alone can say, before text is read.
-        lengths = {where: given.seq_len for where, given in {"align": align, **alignments}.items()}
-        lengths |= {f"{where}.joint": given.joint.seq_len for where, given in alignments.items() if given.joint.steps}
+        lengths = {where: given.seq_len for where, given in {"align": align, **aligns}.items()}
+        lengths |= {f"{where}.joint": given.joint.seq_len for where, given in aligns.items() if given.joint.steps}
         lengths |= {key: cfg[key].seq_len for key in TEXTS if isinstance(cfg[key].get("seq_len"), int)}
-        self._check_lengths(longest, lengths)
+        check_lengths(longest, lengths)
         check_output_dir(self.output_dir, inputs=[checkpointer.checkpoint_dir])
         self._lock = lock_folder(self.output_dir) if self.ctx.is_first else None
         made_of: Any = OmegaConf.to_container(cfg.tokenizer, resolve=True)
@@ -215,7 +137,7 @@ class Workbench:
             heldout_tokens=align.heldout_batches * align.batch_size * align.seq_len,
             max_seq_len=self.spec.max_seq_len,
         )
-        self._check_lengths(longest, {key: self.data[role].seq_len for role, key in ROLES.items()})
+        check_lengths(longest, {key: self.data[role].seq_len for role, key in ROLES.items()})
         self.teacher_fingerprint = self._teacher_fingerprint()
 
     def _teacher_fingerprint(self) -> str:
@@ -225,105 +147,6 @@ class Workbench:
             torch.distributed.broadcast_object_list(found, src=0, group=patient_group())
         return found[0]
 
-    def _retained(self) -> tuple[int, ...]:
-        config = section(RetainConfig, self.cfg.get("retain"), "retain")
-        try:
-            retained = resolve_retained(config, self.spec.num_layers)
-        except ValueError as error:
-            raise ConfigError(f"retain: {error}") from error
-        if len(retained) == self.spec.num_layers:
-            raise ConfigError(
-                f"retain keeps attention in all {len(retained)} layers of the teacher, expected at most "
-                f"{len(retained) - 1}: there is nothing to convert"
-            )
-        return retained
-
-    def _check_family(self, where: str, **arguments: Any) -> DecoderSpec:
-        """A builder of another model than the checkpoint's is a mistake that shows only as garbage."""
-        name = self.cfg[where]["_component_"]
-        with torch.device("meta"):
-            model = build(self.cfg[where], where, makes=HybridDecoder, **arguments)
-        ours, theirs = dataclasses.asdict(model.spec), dataclasses.asdict(self.spec)
-        for key in ours:
-            if key != "max_seq_len" and ours[key] != theirs[key]:
-                raise ConfigError(
-                    f"{where} {name} has {key} {ours[key]}, but the checkpoint "
-                    f"{self.teacher_checkpointer.checkpoint_dir} has {theirs[key]}"
-                )
-        return model.spec
-
-    def _check_head_sizes(self) -> None:
-        try:
-            check_head_sizes(self.spec, self.gdn)
-        except ValueError as error:
-            raise ConfigError(f"model.{error}") from error
-
-    def _check_offload(self) -> None:
-        if self.parallel.cpu_offload:
-            try:
-                check_cpu_offload(self.ctx)
-            except ValueError as error:
-                raise ConfigError(f"parallel.{error}") from error
-
-    def _alignments(self, align: AlignConfig) -> dict[str, AlignConfig]:
-        """By key, how the config aligns on ``dataset``: the stage of the pipeline, and the entries of an ablation."""
-        aligns = "align" in (self.cfg.get("stages") or ["align"]) and self.cfg.get("align") is not None
-        found = {"align": align} if aligns else {}
-        given = self.cfg.get("alignments")
-        for name in given if isinstance(given, DictConfig) else ():
-            if given[name] is not None:
-                where = f"alignments.{name!s}"
-                found[where] = section(AlignConfig, given[name], where)
-        return found
-
-    def _check_lengths(self, longest: Mapping[str, int], lengths: Mapping[str, int]) -> None:
-        """Text has to fit teacher and student as they are built, which may be for less than the checkpoint can place."""
-        where = min(longest, key=lambda name: longest[name])
-        for key, seq_len in lengths.items():
-            if seq_len > longest[where]:
-                raise ConfigError(f"{key}.seq_len is {seq_len}, but {where}.max_seq_len is {longest[where]}")
-
-    def check_batch_size(self, batch_size: int, where: str) -> None:
-        """Refuse a batch that the processes cannot share equally.
-
-        Args:
-            batch_size: sequences a step over all processes.
-            where: its key, for the message.
-
-        Raises:
-            ConfigError: it is no multiple of their number.
-        """
-        if batch_size % self.ctx.world_size:
-            raise ConfigError(
-                f"{where} is {batch_size}, expected a multiple of the {self.ctx.world_size} processes: it counts the "
-                "sequences of a step over all of them"
-            )
-
-    def any_process(self, stop: StopRequest) -> bool:
-        """Whether a signal has come to any of the processes."""
-        return bool(self.ctx.all_sum(torch.tensor(int(stop()), device=self.ctx.device)))
-
-    def end_early(self, what: str, step: int, stop: StopRequest) -> NoReturn:
-        """Leave as a signal would have, but with everything saved.
-
-        Args:
-            what: was going on.
-            step: of it, up to which it is saved.
-            stop: the signal; it may have come to another process.
-
-        Raises:
-            SystemExit: with the status that shells give a process which a signal ended.
-        """
-        name = stop.signal.name if stop.signal else "a signal to another process"
-        self.log(f"{what}: stopped by {name} after step {step}; {self.resumes} goes on from there")
-        raise SystemExit(128 + (stop.signal or signal.SIGTERM))
-
-    def close(self) -> None:
-        """The end of a run that went well: wait for the other processes, which would else take this one's end for a fault."""
-        if self.watch is not None:
-            self.watch.close()
-            torch.distributed.destroy_process_group()
-
     def provenance(self) -> dict[str, dict[str, Any]]:
         """The report's section ``data``: where each part of the text came from."""
         return provenance(self.data)
@@ -331,11 +154,6 @@ class Workbench:
     def data_fingerprint(self, role: str) -> list[Any]:
         """What identifies a part of the text: its tokens and how they are cut."""
         return [self.data[role].sources["sha256"], self.data[role].seq_len]
-
-    def log(self, text: str) -> None:
-        """A line in the log, of the first process."""
-        if self.ctx.is_first:
-            log.info(text)
 
     def prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """A batch of a stream on this process's device, with its mask."""
