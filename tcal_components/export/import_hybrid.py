@@ -215,8 +215,7 @@ class _Reader:
     def _attention(self, source: str, columns: torch.Tensor | None) -> dict[str, torch.Tensor]:
         spec, size = self._layout.spec, self._layout.exported_head_dim
         attn: dict[str, torch.Tensor] = {}
-        rest: list[torch.Tensor] = []  # what the export set to zero
-        constants: list[torch.Tensor] = []
+        rest, constants = list[torch.Tensor](), list[torch.Tensor]()  # of the rest the export made zeros
         for name in ("q", "k", "v"):
             rows = size * (2 if name == "q" else 1)
             weight = self._get(f"{source}{name}_proj.weight", columns).unflatten(0, (-1, rows))

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from tcal_components.config import ConfigError
+from tcal_components.evaluation import config as evaluation_config
 from tcal_components.evaluation import harness
 from tcal_components.evaluation.load import ModelSource, load_model
 from tcal_components.evaluation.recall.tasks import make_examples
@@ -360,7 +361,7 @@ def test_exports_of_both_formats_on_a_cpu(recipe, config, custom, tmp_path, monk
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval")
 def test_lm_eval_of_a_folder_with_its_own_code(recipe, config, custom, tmp_path, monkeypatch, kernels_of_a_gpu):
-    monkeypatch.setattr(recipe, "check_tasks", lambda *_, **__: None)  # reads all tasks that there are
+    monkeypatch.setattr(evaluation_config, "check_tasks", lambda *_, **__: None)  # reads all tasks that there are
     monkeypatch.setattr(harness, "check_tasks", lambda *_, **__: None)
     original, trusted = recipe.lm_eval_results, {}
 

@@ -18,6 +18,7 @@ from tcal_components.export.import_hybrid import import_hybrid
 from tcal_components.initialize.initialize import initialize_mixers
 from tcal_components.models import hybrid
 from tcal_components.pipeline import config as pipeline
+from tcal_components.pipeline import finish
 
 RETAINED, CONVERTED = [0, 3], [1, 2, 4, 5]
 OUTPUTS = {
@@ -420,7 +421,7 @@ def test_an_engine_is_asked_for_the_exported_folder(run_main, load_recipe, quick
         }
 
     monkeypatch.setattr(pipeline, "find_engine", lambda source, python: f"of {source}")
-    monkeypatch.setattr(load_recipe("taylor_calibrate_kd"), "check_llama_cpp", check)
+    monkeypatch.setattr(finish, "check_llama_cpp", check)
     stages = "stages=[measure,initialize,export]"
     run_main(quick_args(tmp_path, stages, "export.check=[transformers,llama_cpp]", "export.llama_cpp_source=there"))
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= asked["files"]
